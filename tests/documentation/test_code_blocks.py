@@ -1,7 +1,4 @@
-"""What the documentation shows can be done as it stands there.
-
-The blocks of docs/clients.md and docs/rag.md are run by the clients themselves (`make test-clients`), those
-of docs/quickstart.md by `.ci/quickstart.py`."""
+"""Code blocks run as they stand; those of clients.md, rag.md and quickstart.md are run elsewhere."""
 
 import json
 import os
@@ -83,11 +80,8 @@ def test_python_on_ray_runs_as_it_stands(tmp_path: Path) -> None:
         subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
-def test_json_can_be_read() -> None:
+def test_json_and_yaml_can_be_read(tmp_path: Path) -> None:
     assert all(json.loads(block.text) for block in _BLOCKS if block.language == "json")
-
-
-def test_yaml_configures_a_server(tmp_path: Path) -> None:
     file = tmp_path / "maxsimd.yaml"
     for block in blocks_of("yaml"):
         if "apiVersion:" in block.text:  # it is for Kubernetes
@@ -97,7 +91,7 @@ def test_yaml_configures_a_server(tmp_path: Path) -> None:
         assert found.exit_code == 0, f"{block}: {found.output}"
 
 
-def test_commands_have_the_options_that_are_shown() -> None:
+def test_commands_and_targets_are_those_that_are_shown() -> None:
     for line in _commands("maxsimd"):
         words = shlex.split(line, comments=True)[1:]
         command: click.Command = main
@@ -112,9 +106,6 @@ def test_commands_have_the_options_that_are_shown() -> None:
         except click.BadParameter as error:
             if "does not exist" not in str(error):
                 raise
-
-
-def test_every_target_of_make_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([\w-]+):", makefile, flags=re.MULTILINE))
     for line in _commands("make"):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -101,16 +102,9 @@ def test_a_hub_that_refuses_connections_or_is_not_asked(found: Found) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    ("status", "said"), [(None, "cannot be reached (no answer within"), (500, "answers")]
-)
+@pytest.mark.parametrize(("status", "said"), [(None, "reached (no answer within"), (500, "answers")])
 def test_a_cached_model_is_read_without_its_hub(
-    status: int | None,
-    said: str,
-    tmp_path: Path,
-    found: Found,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    status: Any, said: str, tmp_path: Path, found: Found, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(hub_files, "_MOST_ASKING_SECONDS", 2.0 if status is None else 60.0)
     folder = tmp_path / "hub" / "models--some--model"

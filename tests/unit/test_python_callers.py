@@ -3,14 +3,12 @@
 import asyncio
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from maxsimd.engine import Engine, EngineConfig, SyncEngine, errors
-from tests.forked import Program
 from tests.nearly import nearly
 
 
@@ -74,15 +72,12 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
         engine.score(QUERY, TEXTS)
 
 
-def test_the_methods_are_those_of_the_engine() -> None:
+def test_methods_and_options_are_those_of_the_engine() -> None:
     own = {"start", "stop", "until_dead", "check_rate", "in_thread"}
     own |= {"device_model", "tokenizer", "is_healthy", "score_processor", "facts", "conversation"}
     own |= {"caches_by_tenant", "check_readable", "tokens_per_second"}
     public = {name for name in vars(Engine) if not name.startswith("_")} - own
     assert public <= {name for name in vars(SyncEngine) if not name.startswith("_")}
-
-
-def test_help_shows_every_option_of_a_blocking_call() -> None:
     options = set(inspect.signature(Engine.score).parameters) - {"self", "queries", "documents"}
     for method in (SyncEngine.score, SyncEngine.rerank, SyncEngine.stream, Engine.rerank, Engine.stream):
         assert options <= set(inspect.signature(method).parameters)
@@ -95,7 +90,7 @@ def engine() -> Any:
         yield engine
 
 
-def test_other_things_than_lists_of_texts_are_refused(engine: SyncEngine) -> None:
+def test_lists_of_texts_and_what_is_like_them_are_read(engine: SyncEngine) -> None:
     others: list[Any] = [DataFrame(), set(TEXTS), dict.fromkeys(TEXTS), np.array([TEXTS]), b"bytes", 7, None]
     for documents in others:
         kind = type(documents).__name__
@@ -104,21 +99,13 @@ def test_other_things_than_lists_of_texts_are_refused(engine: SyncEngine) -> Non
                 method(QUERY, documents)
         with pytest.raises(errors.InvalidRequestError, match=f"input must be .* not {kind};"):
             engine.embed(documents)
-
-
-def test_what_is_like_a_list_is_one(engine: SyncEngine) -> None:
     alike: list[Any] = [tuple(TEXTS), Series(), np.array(TEXTS), np.array(TEXTS, dtype=object)]
     for documents in alike:
         assert engine.score(QUERY, documents).scores == nearly(engine.score(QUERY, TEXTS).scores)
         assert engine.embed(documents).embeddings.shape == (2, 384)
-
-
-def test_words_for_options_that_are_none_are_refused(engine: SyncEngine) -> None:
     call: Any = engine.rerank
     with pytest.raises(TypeError, match=r"rerank\(\) .*top_k"):
         call(QUERY, TEXTS, top_k=1)
-    with pytest.raises(errors.InvalidRequestError, match="use cut, error, window or a Truncation"):
-        call(QUERY, TEXTS, truncation="left")
 
 
 def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
@@ -132,31 +119,3 @@ def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
     finally:
         first.run_until_complete(engine.stop())
         first.close()
-
-
-def test_a_forked_process_is_told_and_nothing_printed_at_exit(tmp_path: Path) -> None:
-    # Newer versions of Python warn of every fork beside threads. The end is an interpreter's, which copies of
-    # a process that has imported everything do not have.
-    program = tmp_path / "forks.py"
-    program.write_text(
-        """
-import atexit, os, threading, warnings
-from maxsimd import SyncEngine
-from maxsimd.engine import EngineNotReadyError
-warnings.simplefilter("ignore", DeprecationWarning)
-engine = SyncEngine(dtype="float32", threads=1).start()
-child = os.fork()
-if not child:
-    try:
-        engine.score("a", ["b"])
-    except EngineNotReadyError as error:
-        os._exit("forked from" in str(error))
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-assert engine.score("a", ["b"]).scores
-threading._shutdown()
-atexit._run_exitfuncs()
-"""
-    )
-    done = Program([], program).run()
-    assert (done.stdout, done.stderr) == ("", "")

@@ -16,23 +16,14 @@ ROOMS = ["scheduler", "pooling", "engine", "api", "bench"]
 RENAMED = {"api/package": "maxsimd", "api/integrations": "maxsimd.integrations"}
 
 
-def _files(room: str) -> list[Path]:
-    found = sorted((ROOT / room).rglob("*.py"))
-    assert found, f"there is no room {room}"
-    return found
-
-
-def test_the_package_list_equals_the_folders() -> None:
+def test_the_package_has_its_folders_and_import_paths() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    modules = [path.parent for room in ROOMS for path in _files(room) if path.name == "__init__.py"]
-    folders = {str(folder.relative_to(ROOT)) for folder in modules}
+    modules = [path for room in ROOMS for path in (ROOT / room).rglob("__init__.py")]
+    folders = {str(path.parent.relative_to(ROOT)) for path in modules}
     assert set(setuptools["package-dir"].values()) == folders
     assert set(setuptools["packages"]) == set(setuptools["package-dir"])
     for package, folder in setuptools["package-dir"].items():
         assert package == RENAMED.get(folder, "maxsimd." + folder.replace("/", "."))
-
-
-def test_import_paths_that_users_have_exist() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     paths = {tuple(each) for each in re.findall(r"from (maxsimd[\w.]*) import (\w+)", text)}
@@ -90,9 +81,6 @@ def test_the_front_door_has_the_engine_and_the_version() -> None:
     assert all(getattr(maxsimd.engine, name) is not None for name in maxsimd.engine.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         _ = maxsimd.Motor  # type: ignore[attr-defined]
-
-
-def test_the_package_runs_as_a_command() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "maxsimd", "--version"], capture_output=True, text=True, check=True
     )

@@ -57,12 +57,20 @@ def test_requests_have_the_lengths_and_documents_asked_for() -> None:
             mixed_counts(wrong, 10, seed=0)
 
 
-def test_a_report_counts_failures_apart() -> None:
+def test_reports_count_failures_apart_and_show_ratios() -> None:
     outcomes = [Outcome(0.1, 10, 100, rank=1), Outcome(0.3, 10, 100, rank=2), Outcome(9, 10, 0, error="429")]
     figures = Report({"target": "x"}, 2.0, outcomes).figures()
     assert (figures["requests"], figures["failures"], figures["tokens"]) == (3, 1, 200)
     assert (figures["documents_per_s"], figures["mrr"]) == (10.0, 0.75)
     assert figures["latency_median_ms"] == pytest.approx(200)
+    turns = {
+        system: [Turn(rate, 100 * rate, 1000 / rate, 2000 / rate) for rate in rates]
+        for system, rates in ((OURS, (10, 40, 20)), (QUANTIZED, (30, 60, 50)), ("vLLM bfloat16", (5, 10, 8)))
+    }
+    limits = {"float32": 200.0, "bfloat16": 400.0, "int8": 800.0, "copy": 30.0}
+    results = Results(limits, {"cross-encoder": 0.02}, {"cross-encoder": [PeerOutcome(100, 8, turns)]})
+    # 800 tokens/s x 0.02 GFLOP of 400 GFLOP/s. Ratios are those of each round: 10/5, 40/10, 20/8.
+    assert "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |" in markdown(results).splitlines()
 
 
 def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
@@ -82,17 +90,6 @@ def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
     refused = run("several", "one")
     assert refused.exit_code == 2
     assert "name two models or none, not 1" in refused.output
-
-
-def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
-    turns = {
-        system: [Turn(rate, 100 * rate, 1000 / rate, 2000 / rate) for rate in rates]
-        for system, rates in ((OURS, (10, 40, 20)), (QUANTIZED, (30, 60, 50)), ("vLLM bfloat16", (5, 10, 8)))
-    }
-    limits = {"float32": 200.0, "bfloat16": 400.0, "int8": 800.0, "copy": 30.0}
-    results = Results(limits, {"cross-encoder": 0.02}, {"cross-encoder": [PeerOutcome(100, 8, turns)]})
-    # 800 tokens/s x 0.02 GFLOP of 400 GFLOP/s. Ratios are those of each round: 10/5, 40/10, 20/8.
-    assert "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |" in markdown(results).splitlines()
 
 
 @pytest.mark.exhaustive

@@ -121,9 +121,6 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
     door.ask(20)
     door.queue(1, 5)
     door.refusal(20, match=r"more than the 1\.0")
-
-
-async def test_a_request_may_wait_as_long_as_it_takes() -> None:
     for tokens, priority, times, message in (
         (500, "interactive", 1, r"for about 5\.3 seconds, more than the 5\.0"),
         (510, "interactive", 8, r"for about 41\.1 seconds, more than the 40\.8"),
@@ -158,6 +155,11 @@ async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
     assert door.refusal(20, message, timeout=2.0).retry_after == 1.0
     assert door.refusal(30, counted=150, timeout=1.9).retry_after == pytest.approx(1.86 + 1.5 - 1.9, abs=0.1)
     assert door.metric("refused_requests_total", reason="timeout") == 2
+    door = Door()
+    door.ask(100, counted=110, timeout=1.0, on_timeout="partial")
+    door.queue(6, 31)
+    door.ask(20, timeout=1.9, on_timeout="partial")
+    door.refusal(20, timeout=1.8, on_timeout="partial")
 
 
 async def test_a_request_above_its_own_limits_is_too_large() -> None:
@@ -177,14 +179,6 @@ async def test_a_request_above_its_own_limits_is_too_large() -> None:
             door.ask(20, counted=tokens + (10 if "timeout" in options else 1), **options)
     assert door.metric("refused_requests_total", reason="size") == 4
     assert door.metric("tenant_refused_requests_total", tenant="a", reason="size") == 1
-
-
-async def test_a_partial_request_only_has_to_start_in_time() -> None:
-    door = Door()
-    door.ask(100, counted=110, timeout=1.0, on_timeout="partial")
-    door.queue(6, 31)
-    door.ask(20, timeout=1.9, on_timeout="partial")
-    door.refusal(20, timeout=1.8, on_timeout="partial")
 
 
 async def test_no_time_is_estimated_until_a_full_step_was_measured() -> None:
@@ -209,7 +203,7 @@ async def test_a_quarter_of_the_queue_is_kept_for_requests_of_one_step() -> None
     assert door.metric("refused_requests_total", reason="queue") == 3
 
 
-async def test_what_is_prepared_and_the_estimated_wait_are_shown() -> None:
+async def test_what_is_prepared_is_shown_and_counts_as_two_steps() -> None:
     door = Door()
     assert door.metric("wait_seconds") == 0
     with suppress(KeyError), door.admission.permit(TEXT, RunOptions()):
@@ -218,6 +212,16 @@ async def test_what_is_prepared_and_the_estimated_wait_are_shown() -> None:
     assert (door.metric("preparing_requests"), door.metric("preparing_tokens")) == (0, 0)
     door.queue(3, 60)
     assert door.metric("wait_seconds") == pytest.approx(1.8)
+    door = Door(wait_seconds=1.2)
+    door.queue(1, 31)
+    large = text_of(1016)
+    with door.admission.permit(large, RunOptions(timeout=1000)):
+        door.refusal(20, match=r"for about 1\.3 seconds, more than the 1\.2 that it may")
+        with door.admission.permit(large, RunOptions(timeout=1000)) as permit:
+            door.admission.confirm(permit, 1000)
+    door.ask(20)
+    with door.admission.permit(text_of(40), RunOptions()):
+        door.ask(20)
 
 
 async def test_an_estimate_is_what_such_texts_had_before() -> None:
@@ -277,7 +281,7 @@ async def test_a_tenant_above_its_rate_is_told_when_to_come() -> None:
     assert door.metric("tenant_requests_total", tenant="other") == 1
 
 
-async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
+async def test_tokens_count_once_they_are_counted_and_requests_let_in() -> None:
     door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
     door.ask(4000, counted=10, tenant="a")
     door.ask(20, counted=590, tenant="a")
@@ -288,9 +292,6 @@ async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
     assert refusal.retry_after == pytest.approx(120.1)
     door.now += refusal.retry_after
     door.ask(1, tenant="a")
-
-
-async def test_a_refused_request_does_not_count_in_the_rate() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=2, tokens_per_minute=1000)})
     door.queue(7, 31)
     for _ in range(5):
@@ -339,24 +340,8 @@ async def test_nothing_is_learnt_of_shorter_or_unfinished_waits() -> None:
             end(values)
             await asyncio.sleep(0)
     assert door.expected(100) == 1.0
-
-
-async def test_what_is_prepared_counts_as_two_steps_at_most() -> None:
-    door = Door(wait_seconds=1.2)
-    door.queue(1, 31)
-    large = text_of(1016)
-    with door.admission.permit(large, RunOptions(timeout=1000)):
-        door.refusal(20, match=r"for about 1\.3 seconds, more than the 1\.2 that it may")
-        with door.admission.permit(large, RunOptions(timeout=1000)) as permit:
-            door.admission.confirm(permit, 1000)
-    door.ask(20)
-    with door.admission.permit(text_of(40), RunOptions()):
-        door.ask(20)
-
-
-async def test_waits_seen_count_for_the_next_class_of_size() -> None:
-    """Requests of 60 tokens are known to wait long, and nothing is known of those of more than 63: what is
-    estimated at 60 may be of that class, and what is estimated at 70 of this."""
+    # Requests of 60 tokens are known to wait long, and nothing is known of those of more than 63: what is
+    # estimated at 60 may be of that class, and what is estimated at 70 of this.
     door = Door(wait_seconds=4)
     door.queue(5, 60)
     door.wait(60, 9.0)

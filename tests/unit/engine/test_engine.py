@@ -49,9 +49,6 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
             await engine.score(queries, documents)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidRequestError, match="from 1 to 128"):
         await engine.embed("a", dimensions=129)
-
-
-async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
     long = "word " * 600 + "paris"
     by_name = await engine.score("paris", long, truncation="window", cache="bypass")
     in_full = await engine.score("paris", long, truncation=WINDOW_LONG, cache="bypass")
@@ -187,7 +184,9 @@ async def _counted(call: Any, *arguments: Any) -> list[tuple[int, int]]:
     return seen
 
 
-async def test_calls_tell_progress(engine: Engine, three_label_classifier: str, engines: Engines) -> None:
+async def test_calls_tell_progress_until_they_are_cancelled(
+    engine: Engine, three_label_classifier: str, engines: Engines
+) -> None:
     for call in (engine.embed, engine.embed_tokens):
         seen = await _counted(call, TEXTS)
         assert seen[-1] == (60, 60)
@@ -197,6 +196,17 @@ async def test_calls_tell_progress(engine: Engine, three_label_classifier: str, 
         assert (await _counted(call, "a query", TEXTS))[-1] == (60, 60)
     classifier = await engines(EngineConfig(model=three_label_classifier))
     assert (await _counted(classifier.classify, TEXTS))[-1] == (60, 60)
+    seen: list[int] = []
+
+    def leave(there: int, in_all: int) -> None:
+        seen.append(there)
+        task.cancel()
+
+    task = asyncio.create_task(engine.score("a", TEXTS, progress=leave))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.score("b", TEXTS)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration, asyncio.CancelledError])
@@ -213,21 +223,7 @@ async def test_a_callback_that_raises_fails_its_call(error: type[BaseException],
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_a_cancelled_call_is_told_nothing_more(engine: Engine) -> None:
-    seen: list[int] = []
-
-    def leave(there: int, in_all: int) -> None:
-        seen.append(there)
-        task.cancel()
-
-    task = asyncio.create_task(engine.score("a", TEXTS, progress=leave))
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await engine.score("b", TEXTS)
-    assert len(seen) == 1
-
-
-async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart(config: EngineConfig) -> None:
+async def test_a_tenants_rate_goes_on_and_cached_documents_cost_little(config: EngineConfig) -> None:
     engine = Engine(config)
     engine.set_tenants({"a": Tenant(requests_per_minute=2)})
     async with engine:
@@ -242,9 +238,6 @@ async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart(config: Eng
             await engine.score("q", "d", tenant="a")
         engine.set_tenants({})
         await engine.score("q", "d", tenant="a")
-
-
-async def test_a_cached_document_costs_its_tenant_next_to_nothing(config: EngineConfig) -> None:
     documents = [f"{i} " + "word " * 60 for i in range(40)]
     async with Engine(config) as engine:
         engine.set_tenants({"a": Tenant(tokens_per_minute=1000)})
@@ -313,9 +306,7 @@ async def test_a_blocking_engine_has_every_method(
         engine.score("what", [*["the same"] * 296, *["word " * 600] * 4], truncation=WINDOW_LONG)
         assert "300/300" in capsys.readouterr().err, "documents count, whatever they come to"
         engine.set_tenants({"a": Tenant(max_request_tokens=1)})
-        with pytest.raises(
-            errors.RequestTooLargeError, match="have max_request_tokens of the tenant 'a' raised"
-        ):
+        with pytest.raises(errors.RequestTooLargeError, match="max_request_tokens of the tenant 'a' raised"):
             engine.score("q", "d", tenant="a")
     with SyncEngine(EngineConfig(model=three_label_classifier)) as engine:
         assert engine.classify(["a", "b"]).scores.shape == (2, 3)

@@ -72,16 +72,31 @@ def test_what_is_transparent_stands_on_white() -> None:
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putpixel((1, 0), 1)
     assert read(file_of(image, transparency=0)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
+    grey16 = Image.fromarray(np.array([[1000, 1001]], dtype=np.uint16))
+    transparent = _with_chunks((b"tRNS", struct.pack(">H", 1000)), image=grey16)
+    assert read(transparent).tolist() == [[[255] * 3, [4] * 3]]
+    rgb = struct.pack(">3H", 1000, 2000, 3000)
+    for depth, kind, rows, key, second in (
+        (2, 0, b"\x00\x60", struct.pack(">H", 1), 170),
+        (4, 0, b"\x00\x12", struct.pack(">H", 1), 34),
+        (16, 2, b"\x00" + rgb + bytes(6), rgb, 0),
+    ):
+        data = _png(2, 1, rows, (b"tRNS", key), depth=depth, kind=kind)
+        assert read(data).tolist() == [[[255] * 3, [second] * 3]], depth
+    data = bytearray(file_of(Image.new("P", (2, 2)), "GIF"))
+    data[6:10] = struct.pack("<HH", 4, 3)
+    found = read(bytes(data))
+    assert found.shape == (3, 4, 3)
+    assert (found[:2, :2] == 0).all()
+    assert (found[2:] == 255).all()
+    assert (found[:, 2:] == 255).all()
 
 
-def test_sixteen_bits_are_scaled_and_not_cut() -> None:
+def test_sixteen_bits_are_scaled_and_first_frames_read() -> None:
     values = np.array([[0, 127, 128, 257], [32_768, 65_406, 65_407, 65_535]], dtype=np.uint16)
     found = read(file_of(Image.fromarray(values)))
     assert found[..., 0].tolist() == [[0, 0, 0, 1], [128, 254, 255, 255]]
     assert (found == found[..., :1]).all()
-
-
-def test_of_several_frames_the_first_is_read() -> None:
     frames = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")]
     for format in ("GIF", "PNG", "WEBP"):
         options = {"lossless": True} if format == "WEBP" else {}
@@ -124,13 +139,6 @@ def test_a_picture_of_any_mode_is_read_as_by_pillow(format: str) -> None:
             assert (picture.width, picture.height, picture.pixels.dtype) == (500, 350, np.uint8)
 
 
-def test_a_large_animation_in_webp_is_refused() -> None:
-    frames = [Image.new("RGB", (1600, 1300), color) for color in ("red", "blue")]
-    data = file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:])
-    with pytest.raises(media.PictureError, match="is an animation of 1,600 x 1,300 pixels"):
-        media.decoded(data, media.PictureLimits())
-
-
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_a_truncated_file_is_refused(format: str) -> None:
     data = file_of(Image.fromarray(drawn(60, 50)), format)
@@ -152,13 +160,17 @@ def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> 
     assert picture.width * picture.height <= LIMITS.pixels
 
 
-def test_what_is_no_picture_is_refused() -> None:
+def test_what_is_no_picture_or_a_large_animation_is_refused() -> None:
     tiff = file_of(Image.fromarray(drawn()), "TIFF")
     for data in (b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe", tiff):
         with pytest.raises(
             media.PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
         ):
             read(data)
+    frames = [Image.new("RGB", (1600, 1300), color) for color in ("red", "blue")]
+    data = file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:])
+    with pytest.raises(media.PictureError, match="is an animation of 1,600 x 1,300 pixels"):
+        media.decoded(data, media.PictureLimits())
 
 
 def _chunks(*chunks: tuple[bytes, bytes]) -> bytes:
@@ -179,30 +191,6 @@ def _png(
     header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
     parts = ((b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + _chunks(*parts)
-
-
-def test_a_transparent_colour_is_white_in_every_depth() -> None:
-    grey16 = Image.fromarray(np.array([[1000, 1001]], dtype=np.uint16))
-    transparent = _with_chunks((b"tRNS", struct.pack(">H", 1000)), image=grey16)
-    assert read(transparent).tolist() == [[[255] * 3, [4] * 3]]
-    rgb = struct.pack(">3H", 1000, 2000, 3000)
-    for depth, kind, rows, key, second in (
-        (2, 0, b"\x00\x60", struct.pack(">H", 1), 170),
-        (4, 0, b"\x00\x12", struct.pack(">H", 1), 34),
-        (16, 2, b"\x00" + rgb + bytes(6), rgb, 0),
-    ):
-        data = _png(2, 1, rows, (b"tRNS", key), depth=depth, kind=kind)
-        assert read(data).tolist() == [[[255] * 3, [second] * 3]], depth
-
-
-def test_around_a_frame_that_is_smaller_than_its_canvas_is_white() -> None:
-    data = bytearray(file_of(Image.new("P", (2, 2)), "GIF"))
-    data[6:10] = struct.pack("<HH", 4, 3)
-    found = read(bytes(data))
-    assert found.shape == (3, 4, 3)
-    assert (found[:2, :2] == 0).all()
-    assert (found[2:] == 255).all()
-    assert (found[:, 2:] == 255).all()
 
 
 def test_files_that_cost_more_than_they_show_are_refused() -> None:
@@ -239,7 +227,7 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
         read(canvas)
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+def test_a_bomb_or_too_long_a_picture_is_refused_before_it_is_read() -> None:
     for width, height in ((1_001, 1_000), (2**31 - 1, 2**31 - 1)):
         bomb = _png(width, height, b"\0" * 100)
         tracemalloc.start()
@@ -249,9 +237,6 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
-
-
-def test_a_picture_may_be_two_hundred_times_as_long_as_wide() -> None:
     for size, long in (((1, 200), (1, 201)), ((400, 2), (401, 2))):
         assert read(file_of(Image.new("RGB", size))).shape == (size[1], size[0], 3)
         with pytest.raises(

@@ -40,9 +40,7 @@ POISON = "poison"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["late interaction", "cross-encoder"])
-async def engine(
-    request: pytest.FixtureRequest, checkpoints: SharedCheckpoints
-) -> AsyncIterator[RecordingEngine]:
+async def engine(request: Any, checkpoints: SharedCheckpoints) -> AsyncIterator[RecordingEngine]:
     """An engine of small steps, whose model fails on one word."""
     kind: dict[str, Any] = {"model": checkpoints(cross_encoders.bert)}
     if request.param == "late interaction":
@@ -137,20 +135,15 @@ async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingE
 
 
 async def test_in_the_end_what_is_scored_comes_back(engine: RecordingEngine, documents: list[str]) -> None:
-    whole = await engine.score("a query", documents, truncation=CUT_LONG)
+    whole = await engine.score("why", documents, truncation=CUT_LONG)
     with held_steps(engine, after=4):
-        result = await engine.score(
-            "a query", documents, truncation=CUT_LONG, timeout=2.5, on_timeout="partial"
-        )
+        result = await engine.score("why", documents, truncation=CUT_LONG, timeout=2.5, on_timeout="partial")
     there = [i for i in range(len(documents)) if i not in result.unscored]
     assert 0 < len(result.unscored) < len(documents)
     assert [result.scores[i] for i in there] == pytest.approx([whole.scores[i] for i in there], abs=1e-4)
     assert all(math.isnan(result.scores[i]) for i in result.unscored)
     assert result.errors == {}
     await until(lambda: engine.stats() == EngineStats())
-
-
-async def test_without_time_nothing_is_scored(engine: RecordingEngine, documents: list[str]) -> None:
     ranked = await engine.rerank("a", documents, timeout=1e-6, on_timeout="partial")
     assert (ranked.results, ranked.unscored, ranked.usage.prompt_tokens) == ([], tuple(range(60)), 0)
     ranked = await engine.rerank("a", ["b", "c"], timeout=60, on_timeout="partial")
@@ -192,13 +185,18 @@ async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: Recording
         assert (status, error["param"]) == (400, next(iter(option)))
 
 
-async def test_a_listwise_model_takes_neither(checkpoints: SharedCheckpoints) -> None:
+async def test_a_listwise_model_gives_all_at_once_and_nothing_in_part(checkpoints: SharedCheckpoints) -> None:
     model = checkpoints(language_models.jina_reranker_v3)
-    async with Engine(EngineConfig(model=model, dtype="float32")) as engine:
+    async with Engine(EngineConfig(model=model, dtype="float32")) as source:
         for option, value in (("on_timeout", "partial"), ("on_error", "report")):
             with pytest.raises(errors.InvalidRequestError, match="scores documents by each other") as refused:
-                await engine.score("a", ["b"], **{option: value})  # type: ignore[arg-type]
+                await source.score("a", ["b"], **{option: value})  # type: ignore[arg-type]
             assert refused.value.param == option
+        short = [f"file {i}" for i in range(126)]  # one more than are read together
+        for queries, documents in ((QUERY, short), ([QUERY] * 9, short[:9])):
+            parts, result = await _streamed(source, queries, documents)
+            assert len(parts) == 1, "before all are scored none is"
+            assert [one.score for one in parts[-1]] == result.scores
 
 
 QUERY = "how is a file opened"
@@ -296,15 +294,6 @@ async def test_errors_are_raised_by_the_iteration(source: Engine) -> None:
     assert [one.index for part in parts for one in part] == [0, 2]
     assert list(result.errors) == [1]
     assert math.isnan(result.scores[1])
-
-
-async def test_a_listwise_model_gives_all_at_once(checkpoints: SharedCheckpoints) -> None:
-    async with Engine(EngineConfig(model=checkpoints(language_models.jina_reranker_v3))) as source:
-        short = [f"file {i}" for i in range(126)]  # one more than are read together
-        for queries, documents in ((QUERY, short), ([QUERY] * 9, short[:9])):
-            parts, result = await _streamed(source, queries, documents)
-            assert len(parts) == 1, "before all are scored none is"
-            assert [one.score for one in parts[-1]] == result.scores
 
 
 async def test_a_blocking_caller_gets_the_same(stanford_colbert: str) -> None:

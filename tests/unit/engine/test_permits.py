@@ -81,7 +81,7 @@ async def test_requests_wait_in_order_for_room_and_none_is_refused() -> None:
         await door.let_go("b", "c", "d")
 
 
-async def test_estimated_waits_and_timeouts_refuse_nobody() -> None:
+async def test_rates_alone_refuse() -> None:
     async with waiting_door(queued_tokens=10_000) as door:
         door.queue(70, 100)
         with door.permit(100, timeout=2.0) as permit:
@@ -92,6 +92,10 @@ async def test_estimated_waits_and_timeouts_refuse_nobody() -> None:
         with pytest.raises(RequestTooLargeError), door.permit(100) as permit:  # noqa: PT012
             await door.admission.until_granted(permit)
             door.admission.confirm(permit, 5001)
+    async with waiting_door(tenants={"a": Tenant(requests_per_minute=1)}) as door:
+        door.ask(10, tenant="a")
+        with pytest.raises(QueueFullError, match="used up the 1 requests"):
+            door.ask(10, tenant="a")
 
 
 async def test_a_large_request_is_not_passed_and_comes_in_before_the_queue_is_empty() -> None:
@@ -221,14 +225,7 @@ async def test_a_tenants_own_small_requests_do_not_pass_its_next_one() -> None:
         await door.let_go("small")
 
 
-async def test_a_rate_still_refuses() -> None:
-    async with waiting_door(tenants={"a": Tenant(requests_per_minute=1)}) as door:
-        door.ask(10, tenant="a")
-        with pytest.raises(QueueFullError, match="used up the 1 requests"):
-            door.ask(10, tenant="a")
-
-
-async def test_a_request_cancelled_after_it_is_granted_gives_the_permit_back() -> None:
+async def test_cancelled_requests_give_way_to_the_next() -> None:
     async with waiting_door(queued_tokens=50) as door:
         holding, cancelled = await door.come("holding", 50), await door.come("cancelled", 50)
         await door.come("next", 50)
@@ -241,10 +238,7 @@ async def test_a_request_cancelled_after_it_is_granted_gives_the_permit_back() -
         assert cancelled.cancelled()
         assert door.granted == ["holding", "next"]
         await door.let_go("next")
-
-
-async def test_a_request_cancelled_in_the_turn_of_its_grant_is_skipped() -> None:
-    """Its task has not run yet when another request comes, at which permits are granted."""
+    # Its task has not run yet when another request comes, at which permits are granted.
     async with waiting_door(queued_tokens=50) as door:
         with door.permit(50) as holding:
             await door.admission.until_granted(holding)
@@ -259,9 +253,6 @@ async def test_a_request_cancelled_in_the_turn_of_its_grant_is_skipped() -> None
             assert door.granted == ["next"]
             await door.let_go("next")
             await coming
-
-
-async def test_the_next_request_comes_in_when_one_that_blocked_it_goes_away() -> None:
     async with waiting_door(queued_tokens=100) as door:
         await door.come("holding", 50)
         huge = await door.come("huge", 500)

@@ -132,17 +132,22 @@ async def test_streams_windows_and_encoded_queries_wait_too(engine: Engine) -> N
     await at_rest(engine)
 
 
-async def test_a_stop_ends_all_waits_at_once(config: EngineConfig) -> None:
+@pytest.mark.parametrize("end", ["the engine was stopped", "the engine has died"])
+async def test_a_stop_or_a_death_ends_all_waits_at_once(config: EngineConfig, end: str) -> None:
     engine = Engine(config)
     await engine.start()
     with held_steps(engine) as go_on:
         calls = await crowd(engine, 40)
-        stopping = asyncio.create_task(engine.stop(grace=0.1))
+        running: Any = engine._running
+        ending = asyncio.create_task(engine.stop(grace=0.1) if "stopped" in end else engine.until_dead())
+        if "died" in end:
+            running.scheduler._account = None  # the next report of a step kills the actor
+            go_on.set()
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
         assert {type(answer) for answer in answers} == {errors.EngineDeadError}
-        assert {str(answer) for answer in answers} == {"the engine was stopped"}
+        assert all(end in str(answer) for answer in answers)
         go_on.set()
-        await stopping
+        await ending
     await engine.start()
     assert len((await engine.score("query", DOCUMENTS)).scores) == 20
     await engine.stop()
@@ -153,22 +158,6 @@ async def test_a_stop_without_grace_lets_calls_that_wait_finish(config: EngineCo
         with held_steps(engine):
             calls = await crowd(engine, 40)
     assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
-
-
-async def test_a_death_ends_all_waits_at_once(config: EngineConfig) -> None:
-    engine = Engine(config)
-    await engine.start()
-    with held_steps(engine) as go_on:
-        calls = await crowd(engine, 40)
-        running: Any = engine._running
-        running.scheduler._account = None  # the next report of a step kills the actor
-        go_on.set()
-        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-    assert {type(answer) for answer in answers} == {errors.EngineDeadError}
-    assert all("the engine has died" in str(answer) for answer in answers)
-    await engine.start()
-    assert len((await engine.score("query", DOCUMENTS)).scores) == 20
-    await engine.stop()
 
 
 async def test_models_share_a_device_and_wait(config: EngineConfig, checkpoints: SharedCheckpoints) -> None:
@@ -220,11 +209,9 @@ async def test_calls_that_give_up_at_random_moments_harm_no_other(engine: Engine
         answers = await asyncio.gather(*[call for call, _, _ in calls], return_exceptions=True)
     for answer, (_, documents, may_fail) in zip(answers, calls, strict=True):
         if not may_fail or not isinstance(answer, asyncio.CancelledError | errors.RequestTimeoutError):
-            scored = [i for i in range(documents) if i not in answer.unscored]
-            assert scored == list(range(documents)) or may_fail
-            assert [answer.scores[i] for i in scored] == pytest.approx(
-                [expected[i] for i in scored], abs=1e-5
-            )
+            done = [i for i in range(documents) if i not in answer.unscored]
+            assert done == list(range(documents)) or may_fail
+            assert [answer.scores[i] for i in done] == pytest.approx([expected[i] for i in done], abs=1e-5)
     await at_rest(engine)
     assert engine.is_healthy
     assert engine.metrics.registry.get_sample_value("maxsimd_preparing_tokens") == 0

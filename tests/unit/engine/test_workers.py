@@ -1,5 +1,4 @@
-"""The pool's threads: small work goes first, also between the parts of large work, which rests while the
-device has enough to do. Calls that a thread shares with a helper come in order."""
+"""The pool's threads: small work goes first, large work rests, and shared calls come in order."""
 
 import threading
 import time
@@ -105,7 +104,7 @@ def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
     pool.close()
 
 
-def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
+def test_work_that_is_withdrawn_or_fails_harms_no_other(pool: WorkerPool) -> None:
     begun = []
     first = Blocked(pool, SMALL).wait_until_begun()
     work = pool.submit(lambda: begun.append(True), SMALL)
@@ -114,8 +113,6 @@ def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
     assert not begun
 
-
-def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> None:
     def broken() -> None:
         raise SystemExit("broken")
 
@@ -207,12 +204,31 @@ def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = Fals
         return pool.submit(function, 1).future.result(60)
 
 
-def test_results_come_in_order_however_long_each_takes() -> None:
+def test_results_and_the_first_error_come_in_order() -> None:
     def call(item: int) -> int:
         time.sleep((0.0, 0.004, 0.001)[item % 3])
         return item
 
     assert in_pool(lambda: [*called_on_each(call, range(50))]) == [*range(50)]
+
+    def failing(item: int) -> int:
+        if item >= 3:
+            raise ValueError(item)
+        return item
+
+    found = []
+
+    def read() -> None:
+        with closing(called_on_each(lambda item: item, range(1000))) as results:
+            assert next(results) == 0, "a reader that stops frees the helper"
+        with closing(called_on_each(failing, range(1000))) as results:
+            for result in results:
+                found.append(result)
+
+    with pytest.raises(ValueError, match=r"^3$"):
+        in_pool(read)
+    assert found == [0, 1, 2]
+    assert helpers() == []
 
 
 @pytest.mark.parametrize(("threads", "has_enough", "calling"), [(2, False, 2), (1, False, 1), (2, True, 1)])
@@ -228,27 +244,6 @@ def test_a_helper_calls_while_the_device_lacks_work(threads: int, has_enough: bo
 
 def helpers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "maxsimd-pool-helper"]
-
-
-def test_the_first_error_is_raised_in_order_and_ends_the_rest() -> None:
-    def call(item: int) -> int:
-        if item >= 3:
-            raise ValueError(item)
-        return item
-
-    found = []
-
-    def read() -> None:
-        with closing(called_on_each(lambda item: item, range(1000))) as results:
-            assert next(results) == 0, "a reader that stops frees the helper"
-        with closing(called_on_each(call, range(1000))) as results:
-            for result in results:
-                found.append(result)
-
-    with pytest.raises(ValueError, match=r"^3$"):
-        in_pool(read)
-    assert found == [0, 1, 2]
-    assert helpers() == []
 
 
 def test_work_that_is_withdrawn_ends_in_both_threads() -> None:

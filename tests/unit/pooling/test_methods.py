@@ -1,5 +1,4 @@
-"""Pooling methods, sparse vectors and items of hybrid scores against their plain definitions, whole and in
-chunks, on random ragged input."""
+"""Pooling methods, sparse vectors and hybrid items against plain definitions, whole and in chunks."""
 
 from collections.abc import Callable
 
@@ -177,16 +176,13 @@ def test_each_sparse_method_equals_its_definition(name: str, cut: CutSequences, 
         assert (item[:, 1] != 0).all()
 
 
-def test_word_weights_are_never_there_for_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_weighed_in_pieces_and_the_heaviest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_PIECE_BYTES", 4 * WORDS * 50)
     tokens, words = Tokens(np.zeros(500, dtype=np.int32)), Words()
     sequences = [TokenSequence.text(i, ResultSlot(0, i), "embed", tokens) for i in range(4)]
     cursor = PoolingCursor(tuple(Chunk(each, 0, 500) for each in sequences), (0, 500, 1000, 1500))
     pooling_method("max-words", words).pool(torch.randn(2000, HIDDEN), cursor)
     assert words.rows == 50
-
-
-def test_the_heaviest_words_alone_stay_where_there_is_a_limit() -> None:
     weights = torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 0.0, 0.5, 0.0]])
     items = entries_of(weights, most=2)
     assert [item.tolist() for item in items] == [[[1.0, 3.0], [3.0, 2.0]], [[2.0, 0.5]]]

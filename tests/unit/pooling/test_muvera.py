@@ -1,5 +1,4 @@
-"""Fixed dimensional encodings against the paper's text, token by token, on random ragged input; and their
-random numbers against a second reading of their definition."""
+"""Fixed dimensional encodings and their random numbers against the paper's text, in loops."""
 
 import math
 from typing import Any, Literal
@@ -44,17 +43,14 @@ def plain_normals(seed: int, number: int, count: int) -> list[float]:
     return made[:count]
 
 
-def plain_signs(seed: int, number: int, count: int) -> list[int]:
-    return [-1 if each >> 63 else 1 for each in stream(seed, number, count)]
-
-
 def plain(encoding: Muvera, tokens: NDArray[Any], input_type: InputType) -> NDArray[Any]:
     """The vector of one token matrix [tokens, dim], as the paper's section 2 has it, in loops."""
     dim, k, reps = tokens.shape[1], encoding.k_sim, encoding.r_reps
     width = dim if encoding.d_proj is None else encoding.d_proj
     planes = np.array(plain_normals(encoding.seed, 0, reps * k * dim)).reshape(reps, k, dim)
     if encoding.d_proj is not None:
-        random_signs = np.array(plain_signs(encoding.seed, 1, reps * width * dim)).reshape(reps, width, dim)
+        signs = [-1 if each >> 63 else 1 for each in stream(encoding.seed, 1, reps * width * dim)]
+        random_signs = np.array(signs).reshape(reps, width, dim)
     blocks: list[NDArray[Any]] = []
     for rep in range(reps):
         regions = [

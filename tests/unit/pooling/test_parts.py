@@ -1,5 +1,6 @@
 """What pooling is made of: dispatch by task, what is held between chunks, ragged rows."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,15 +63,8 @@ def test_states_of_all_methods_count_and_are_freed_one_by_one() -> None:
     assert counts == [4, 3, 2, 1, 0, 0]
 
 
-def _merging(roles: set[Role]) -> TokenPooling:
-    class Halves:
-        def pool_one(self, rows: torch.Tensor) -> torch.Tensor:
-            return rows[::2]
-
-    return TokenPooling(Halves(), frozenset(roles))  # type: ignore[arg-type]
-
-
 def test_token_embeddings_alone_are_merged_by_role() -> None:
+    halves: Any = SimpleNamespace(pool_one=lambda rows: rows[::2])
     for task, roles, lengths in (
         (TOKENS, {Role.DOCUMENT}, [4, 3]),
         (TOKENS, {Role.QUERY}, [2, 5]),
@@ -80,7 +74,7 @@ def test_token_embeddings_alone_are_merged_by_role() -> None:
     ):
         query = TokenSequence.query(1, 0, task, tokens(4), 1)
         document = TokenSequence.document(2, ResultSlot(0, 0), task, tokens(5), DocumentPayload(1))
-        pooler = DispatchPooler({task: methods.AllPool(as_is)}, _merging(roles))
+        pooler = DispatchPooler({task: methods.AllPool(as_is)}, TokenPooling(halves, frozenset(roles)))
         [pooled] = pooler.pool(numbered(9), methods.PoolingCursor((whole(query), whole(document)), (0, 4)))
         assert pooled.items.lengths == lengths
         assert pooled.items[0][:, 0].tolist() == list(range(0, 4, 4 // lengths[0]))
@@ -125,7 +119,7 @@ def test_chunks_are_put_together_by_where_they_start() -> None:
     assert items.values[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_means_are_of_the_pooled_rows_and_of_none_they_are_zero() -> None:
+def test_means_are_of_the_pooled_rows_in_float32() -> None:
     sequences = [text(1, 3, [0, 2]), text(2, 2, []), text(3, 2), text(4, 1)]
     cursor = methods.PoolingCursor(tuple(map(whole, sequences)), (0, 3, 6, 5))
     plain = methods.MeanPool(as_is).pool(numbered(8), cursor)
@@ -134,9 +128,6 @@ def test_means_are_of_the_pooled_rows_and_of_none_they_are_zero() -> None:
     assert weighted.values[:, 0].tolist() == pytest.approx([(0 * 1 + 2 * 3) / 4, 0, (6 * 1 + 7 * 2) / 3, 5])
     alone = methods.PoolingCursor((whole(sequences[1]),), (0,))
     assert methods.WeightedMeanPool(as_is).pool(numbered(8), alone).values.tolist() == [[0, 0]]
-
-
-def test_half_precision_is_summed_in_float32() -> None:
     rows = torch.full((1000, 2), 1.0, dtype=torch.bfloat16)
     rows[0] = 257
     items = methods.MeanPool(as_is).pool(rows, methods.PoolingCursor((whole(text(1, 1000)),), (0,)))

@@ -60,13 +60,11 @@ def two_stage(
     return sequences, [cached(request_id, price, first_id + i % count) for i, price in enumerate(prices)]
 
 
-def pairs(request_id: int, prefix_length: int, lengths: list[int], first_id: int = 0) -> list[TokenSequence]:
+def pairs(request_id: int, shared: int, lengths: list[int], first_id: int = 0) -> list[TokenSequence]:
     """A prefix, and pairs with `lengths` tokens of their own behind it."""
-    prefix = TokenSequence.prefix(first_id, request_id, tokens(prefix_length), len(lengths))
+    prefix = TokenSequence.prefix(first_id, request_id, tokens(shared), len(lengths))
     return [prefix] + [
-        TokenSequence.pair(
-            first_id + 1 + i, ResultSlot(request_id, i), tokens(prefix_length + length), prefix
-        )
+        TokenSequence.pair(first_id + 1 + i, ResultSlot(request_id, i), tokens(shared + length), prefix)
         for i, length in enumerate(lengths)
     ]
 

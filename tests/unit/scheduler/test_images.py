@@ -26,12 +26,7 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
     chunked=st.booleans(),
 )
 def test_every_sequence_runs_once_after_its_pictures(
-    requests: list[tuple[list[list[Picture]], int, int, int, int]],
-    budget: int,
-    features: int,
-    most_sequences: int,
-    beside_small: int | None,
-    chunked: bool,
+    requests: Any, budget: int, features: int, most_sequences: int, beside_small: int | None, chunked: bool
 ) -> None:
     limits = StepLimits(budget if chunked else 400, most_sequences, chunked, beside_small, features=features)
     scheduler = Scheduler(limits)
@@ -94,16 +89,27 @@ def steps_of(
     return run_dry(scheduler)
 
 
-def test_pictures_wait_while_as_many_features_are_held() -> None:
+def test_pictures_wait_for_features_and_make_few_steps() -> None:
     steps = steps_of([[(10, 40)], [(10, 40)], [(10, 10)]], features=50)
     assert [[image.image_id for image in step.images] for step in steps] == [[1], [3, 5], []]
     more = steps_of([[(30, 9), (30, 9), (30, 9)]], features=10)
     assert [len(step.images) for step in more] == [3, 0], "a document with more is run all the same"
+    for number, expected in ((12, [12]), (14, [9, 5]), (21, [9, 12])):
+        steps = steps_of([[(10, 1)]] * number, words=0)
+        assert [len(step.images) for step in steps if step.images] == expected
+        assert sum(len(step.chunks) for step in steps) == number + 1
+    scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
+    sequences, images = pages(0, 0, [[(50, 10)]] * 3, query_length=5)
+    scheduler.admit(0, sequences, images=images)
+    scheduler.schedule()
+    assert scheduler.held_features == 10
+    scheduler.cancel(0)
+    assert scheduler.held_features == scheduler.waiting_tokens == 0
+    assert scheduler.schedule() is None
 
 
 def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
-    """A large request, and in each step a new one of one page: without a reservation the new ones, which are
-    smaller, would hold as many features as there may be for ever."""
+    """New ones are smaller: without a reservation, they would hold all features for ever."""
     scheduler = Scheduler(StepLimits(2048, 512, chunked=False))
     sequences, images = pages(0, 0, [[(215, 1024)]] * 50, query_length=20)
     scheduler.admit(0, sequences, images=images)
@@ -119,17 +125,6 @@ def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     pytest.fail("the oldest request starves")
 
 
-def test_a_cancelled_request_holds_no_features() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
-    sequences, images = pages(0, 0, [[(50, 10)]] * 3, query_length=5)
-    scheduler.admit(0, sequences, images=images)
-    scheduler.schedule()
-    assert scheduler.held_features == 10
-    scheduler.cancel(0)
-    assert scheduler.held_features == scheduler.waiting_tokens == 0
-    assert scheduler.schedule() is None
-
-
 def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     scheduler = Scheduler(StepLimits(100, 100, chunked=False))
     sequences, images = pages(0, 0, [[(10, 4)], [(10, 4)]], query_length=5)
@@ -143,10 +138,3 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]
     parts = [half for stage in step.halves() for half in stage.halves()]
     assert [(len(part.chunks), len(part.images)) for part in parts] == [(1, 0), (1, 0), (0, 1), (0, 1)]
-
-
-def test_the_last_pictures_make_no_step_of_their_own() -> None:
-    for number, expected in ((12, [12]), (14, [9, 5]), (21, [9, 12])):
-        steps = steps_of([[(10, 1)]] * number, words=0)
-        assert [len(step.images) for step in steps if step.images] == expected
-        assert sum(len(step.chunks) for step in steps) == number + 1

@@ -28,9 +28,7 @@ def work(draw: st.DrawFn, step: StepLimits, request_id: int, first_id: int) -> W
     longest = 3 * step.tokens if step.chunked else step.tokens
     lengths = st.lists(st.integers(1, longest), max_size=12)
     prices = draw(st.lists(st.integers(1, 2 * step.tokens), max_size=6))
-    kind = draw(
-        st.sampled_from(["texts", "two stages", "pairs"] if step.chunked else ["texts", "two stages"])
-    )
+    kind = draw(st.sampled_from(["texts", "stages", "pairs"] if step.chunked else ["texts", "stages"]))
     if kind == "texts":
         return made.texts(request_id, draw(lengths), first_id), [
             made.cached(request_id, price) for price in prices
@@ -110,8 +108,7 @@ class Waiting:
 
 @dataclass
 class PlainOrder:
-    """The order of work for sequences that wait for nothing and are not cut, without any bookkeeping: all
-    requests are looked at for every choice. Gives what each request is given in a step."""
+    """The order of uncut sequences that wait for nothing, with a look at all requests for every choice."""
 
     budget: int
     weights: dict[str, float]

@@ -1,5 +1,4 @@
-"""How steps are filled: queries and prefixes first, cuts, cached batches, reduced budgets, and little of what
-is large while small requests come, so that nobody waits for a long step."""
+"""How steps are filled: queries first, cuts, cached batches, reduced budgets, and small requests."""
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def causal(tokens: int) -> Scheduler:
     return Scheduler(StepLimits(tokens, 100, chunked=True))
 
 
-def test_limits_that_make_no_sense_are_refused() -> None:
+def test_what_never_fits_is_refused() -> None:
     for budget, sequences, beside_small, message in (
         (0, 1, None, r"^a step must hold at least one token and one sequence$"),
         (1, 0, None, r"^a step must hold at least one token and one sequence$"),
@@ -62,9 +61,6 @@ def test_limits_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             StepLimits(budget, sequences, chunked=True, beside_small=beside_small)
-
-
-def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
     scheduler = bidirectional(100)
     assert scheduler.fits(100)
     assert not scheduler.fits(101)
@@ -89,7 +85,7 @@ def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
     assert [len(step.cached) for step in steps] == [4, 0, 0], "cached batches are none"
 
 
-def test_documents_follow_their_query_in_the_same_step() -> None:
+def test_documents_follow_their_query() -> None:
     scheduler = bidirectional(100)
     sequences, batches = two_stage(0, [10], [20, 30], [5])
     scheduler.admit(0, sequences, batches)
@@ -106,9 +102,6 @@ def test_documents_follow_their_query_in_the_same_step() -> None:
     step = scheduler.schedule()
     assert [sequence_id for sequence_id, _, _ in spans(step)] == [20, 22, 24, 21]
     assert prices(step) == [20]
-
-
-def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
     scheduler = causal(10)
     scheduler.admit(0, [query(0, 0, 25, 3)])
     scheduler.schedule()
@@ -266,7 +259,7 @@ def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) ->
     assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
 
 
-def test_tokens_are_one_or_more_attended_and_may_be_joined() -> None:
+def test_tokens_and_chunks_say_what_they_are() -> None:
     assert tokens(5).num_attended == 5
     assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
     query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
@@ -277,9 +270,6 @@ def test_tokens_are_one_or_more_attended_and_may_be_joined() -> None:
     for none in (lambda: Tokens(query[:0]), lambda: JoinedTokens.of((query[:0],), (0,))):
         with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
             none()
-
-
-def test_a_chunk_says_which_part_it_is() -> None:
     (text,), (prefix, pair) = texts(0, [10]), pairs(0, 1, [30])
     names = ("is_first", "is_last", "is_whole", "is_prefix", "is_all_after_prefix")
     for sequence, start, stop, expected in (
@@ -386,13 +376,21 @@ def test_small_requests_fill_whole_steps() -> None:
     assert by_request[0] <= 40
 
 
-def test_what_exceeds_the_part_of_large_ones_is_alone_or_cut() -> None:
+def test_what_exceeds_the_part_of_large_ones_is_alone_cut_or_last() -> None:
     for chunked, expected in ((False, [10, 90]), (True, [40, 40, 20])):
         scheduler = beside_small(chunked)
         scheduler.admit(0, texts(0, [90, 10]))
         scheduler.admit(1, texts(1, [40]))
         scheduler.cancel(1)
         assert [step.num_tokens for step in run_dry(scheduler)] == expected
+    scheduler = beside_small()
+    scheduler.admit(0, texts(0, [90] * 10))
+    for request_id in range(1, 11):
+        scheduler.admit(request_id, texts(request_id, [30, 5]))
+        first, second = scheduled(scheduler).stages()
+        assert tokens_by_request(first) == {request_id: 35}
+        assert tokens_by_request(second) == {0: 90}, "one, and no more"
+    assert scheduler.waiting_tokens == 0
 
 
 def test_small_requests_are_run_before_the_others_of_their_step() -> None:
@@ -411,17 +409,6 @@ def test_small_requests_are_run_before_the_others_of_their_step() -> None:
     first, second = scheduled(scheduler).stages()
     assert tokens_by_request(first) == {1: 5}
     assert [chunk.sequence.sequence_id for chunk in second.chunks] == [0, 1]
-
-
-def test_what_cannot_be_cut_is_run_behind_small_requests() -> None:
-    scheduler = beside_small()
-    scheduler.admit(0, texts(0, [90] * 10))
-    for request_id in range(1, 11):
-        scheduler.admit(request_id, texts(request_id, [30, 5]))
-        first, second = scheduled(scheduler).stages()
-        assert tokens_by_request(first) == {request_id: 35}
-        assert tokens_by_request(second) == {0: 90}, "one, and no more"
-    assert scheduler.waiting_tokens == 0
 
 
 def test_small_requests_are_served_whoever_stands_before_them() -> None:

@@ -79,6 +79,18 @@ async def test_the_next_step_is_chosen_in_the_last_stage_of_one() -> None:
     assert device.actor.in_flight == 2
     await device.report(device.steps[1], 0, len(device.steps[1].chunks), 0.5)
     assert len(device.steps) == 3, "a step that ended counts no more as ending"
+    device = Device(steps_in_flight=2)
+    values = await device.admit(1, [4, 4, 4])
+    (step,) = device.steps
+    await device.report(step, 0, 1, 0.5)
+    assert (len(device.steps), device.actor.in_flight) == (1, 1)
+    assert device.actor.rate.tokens_per_second is None
+    await device.report(step, 1, 2, 2.0)
+    assert device.actor.rate.tokens_per_second == pytest.approx(8 / 2.0)
+    assert device.metrics.registry.get_sample_value("maxsimd_step_seconds_sum") == 2.0
+    await device.report(device.steps[1], 0, 1, 1.0)
+    assert values.result().values == [1.0, 1.0, 1.0]
+    assert device.actor.in_flight == 0
 
 
 async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
@@ -103,9 +115,6 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     await device.report(device.steps[1], 0, 1, 0.5)
     await device.report(device.steps[2], 0, len(device.steps[2].chunks), 0.5)
     assert len(device.steps) == 4
-
-
-async def test_waiting_for_other_models_delays_no_choice() -> None:
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     for step in range(2):
@@ -114,21 +123,6 @@ async def test_waiting_for_other_models_delays_no_choice() -> None:
     message = (await asyncio.wait_for(device.actor.mailbox.next(), 60)).message
     await device.actor.receive(message)
     assert len(device.steps) == 4
-
-
-async def test_a_step_reported_in_parts_is_measured_once() -> None:
-    device = Device(steps_in_flight=2)
-    values = await device.admit(1, [4, 4, 4])
-    (step,) = device.steps
-    await device.report(step, 0, 1, 0.5)
-    assert (len(device.steps), device.actor.in_flight) == (1, 1)
-    assert device.actor.rate.tokens_per_second is None
-    await device.report(step, 1, 2, 2.0)
-    assert device.actor.rate.tokens_per_second == pytest.approx(8 / 2.0)
-    assert device.metrics.registry.get_sample_value("maxsimd_step_seconds_sum") == 2.0
-    await device.report(device.steps[1], 0, 1, 1.0)
-    assert values.result().values == [1.0, 1.0, 1.0]
-    assert device.actor.in_flight == 0
 
 
 async def test_a_value_that_is_not_finite_fails_its_request_alone() -> None:
@@ -188,9 +182,6 @@ async def test_each_waits_for_its_own_and_is_given_its_own_error() -> None:
     assert (first, str(second), third) == (None, "lost", None)
     arrivals.close()
     await until(lambda: len(_threads()) == before)
-
-
-async def test_one_that_is_not_waited_for_any_more_keeps_up_no_other() -> None:
     arrivals = Arrivals(torch.device("cpu"))
     slow, never, last = Event(), Event(), Event()
     waiting = [asyncio.create_task(arrivals.until(event)) for event in (slow, never, last)]

@@ -1,5 +1,4 @@
-"""A step is a transaction: whatever fails in it ends in right results, in one request's error, or in a dead
-engine that says so. An exception is raised at each line of the code that a step passes, one at a time."""
+"""Steps are transactions: an exception at any of their lines ends in right results or a plain error."""
 
 import ast
 import asyncio
@@ -238,8 +237,7 @@ def _slabs() -> Iterator[None]:
 
 @pytest.fixture
 def configs(stanford_colbert: str, qwen3_embedding: str) -> list[EngineConfig]:
-    """A model that is run in whole sequences, with a slab, and a causal one whose sequences are cut between
-    steps."""
+    """A model that is run in whole sequences, with a slab, and a causal one whose sequences are cut."""
     return [
         EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=256, device_cache_mb=1),
         EngineConfig(
@@ -297,12 +295,7 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
 async def test_a_failed_delivery_or_commit_ends_the_engine(
-    function: Function,
-    delivery: str,
-    which: str,
-    configs: list[EngineConfig],
-    workload: Workload,
-    engines: Engines,
+    function: Function, delivery: str, which: str, configs: Any, workload: Workload, engines: Engines
 ) -> None:
     tried = 0
     for config in configs:
@@ -378,7 +371,7 @@ def _text(sequence_id: int, ids: list[int], task: str = "embed") -> TokenSequenc
     return TokenSequence.text(sequence_id, ResultSlot(1, 0), task, Tokens(np.array(ids, dtype=np.int32)))
 
 
-async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
+async def test_the_latest_that_the_model_reads_are_remembered() -> None:
     suspects = runners.Suspects(most=3)
     for word in (1, 2, 3, 1, 4):
         suspects.add(_text(word, [word]))
@@ -386,9 +379,6 @@ async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
     suspects.discard(_text(9, [3]))
     assert [word for word in range(5) if _text(0, [word]) in suspects] == [1, 4]
     assert len(suspects) == 2
-
-
-async def test_what_the_model_reads_is_what_counts() -> None:
     ids, types = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.int32)
     suspects = runners.Suspects()
     suspects.add(TokenSequence.text(1, ResultSlot(1, 0), "embed", Tokens(ids)))
@@ -437,9 +427,7 @@ class Counting:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[
-        *(late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert)),
-    ],
+    params=[*(late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert))],
 )
 async def counting(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Counting]:
     config = EngineConfig(model=checkpoints(request.param), dtype="float32", threads=1, max_batch_tokens=512)

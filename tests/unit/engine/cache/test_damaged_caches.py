@@ -1,5 +1,4 @@
-"""Whatever damage comes to a cache's folder, and whenever: the process lives, nothing wrong is read, what is
-not ours is left alone, and the log says what happened. Another process runs it all: its end would show."""
+"""Damage of every kind, met in another process: nothing wrong is read, and the log says what happened."""
 
 import itertools
 import logging

@@ -103,7 +103,7 @@ def test_a_store_and_its_file_fill_the_limit_exactly(disk: DiskStore, folder: Pa
     assert numbers(disk) == list(range(number - 1, number - 1 - len(disk), -1))
 
 
-def test_what_has_no_room_is_left_out_of_a_put(disk: DiskStore) -> None:
+def test_what_has_no_room_is_left_out_or_evicted(disk: DiskStore, folder: Path) -> None:
     disk.put([(key(1), entry(1)), (key(2), entry(2, rows=4 * MIB // 16)), (key(3), entry(3))])
     assert numbers(disk) == [3, 1]
     assert disk.evictions == 0, "what has no room alone evicts nothing"
@@ -112,9 +112,6 @@ def test_what_has_no_room_is_left_out_of_a_put(disk: DiskStore) -> None:
     assert found == list(range(39, 39 - len(found), -1))
     assert 8 <= len(found) <= 16
     assert disk.nbytes <= 4 * MIB
-
-
-def test_a_lower_limit_makes_the_file_shorter(disk: DiskStore, folder: Path) -> None:
     for number in range(30):
         disk.put([(key(number), entry(number, rows=6000))])
     lower = DiskStore(folder, MIB)
@@ -225,9 +222,7 @@ def refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.text
 
 
-def test_a_bad_folder_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
-) -> None:
+def test_a_bad_folder_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None) -> None:
     file = tmp_path / "a\nWARNING forged\x1b[2J"
     file.write_text("of a user")
     before = unchanged(tmp_path)
@@ -285,9 +280,6 @@ def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
     assert {path.name for path in folder.iterdir()} == {FILE, f"{FILE}-journal", DAMAGED_FILE}
     disk.clear()
     assert not (folder / DAMAGED_FILE).exists(), "it has embeddings too"
-
-
-def test_only_errors_that_say_so_count_as_damage() -> None:
     damage = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_NOTADB}
     others = {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR_READ}
     for code in damage | others:
@@ -317,11 +309,7 @@ def test_a_full_disk_is_reported_and_still_read(
 
 
 def test_a_failure_that_comes_again_is_logged_again(
-    disk: DiskStore,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    without_pauses: None,
+    disk: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, without_pauses: None
 ) -> None:
     def fail(*_: object) -> None:
         raise MemoryError

@@ -37,7 +37,7 @@ def bi_encoder(checkpoints: SharedCheckpoints) -> str:
     return checkpoints(bi_encoders.gte)
 
 
-async def empty(engines: Engines, config: EngineConfig) -> Engine:
+async def bare(engines: Engines, config: EngineConfig) -> Engine:
     engine = await engines(config)
     await engine.clear_cache()
     return engine
@@ -45,14 +45,12 @@ async def empty(engines: Engines, config: EngineConfig) -> Engine:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engines: Engines, bi_encoder: str) -> Engine:
-    return await empty(
-        engines, EngineConfig(model=bi_encoder, score_type="late-interaction", dtype="float32")
-    )
+    return await bare(engines, EngineConfig(model=bi_encoder, score_type="late-interaction", dtype="float32"))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def cross_encoder(engines: Engines, bert_cross_encoder: str) -> Engine:
-    return await empty(engines, EngineConfig(model=bert_cross_encoder, dtype="float32"))
+    return await bare(engines, EngineConfig(model=bert_cross_encoder, dtype="float32"))
 
 
 def tokens_run(engine: Engine) -> float:
@@ -74,7 +72,7 @@ def tokens_run(engine: Engine) -> float:
 async def test_a_cached_document_scores_as_one_that_is_encoded(
     options: dict[str, Any], tolerance: float, engines: Engines, bi_encoder: str, documents: list[str]
 ) -> None:
-    engine = await empty(engines, EngineConfig(**{"model": bi_encoder, "dtype": "float32"} | options))
+    engine = await bare(engines, EngineConfig(**{"model": bi_encoder, "dtype": "float32"} | options))
     new = (await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")).scores
     first = (await engine.score(QUERY, documents, truncation=CUT_LONG)).scores
     again = await engine.score(QUERY, documents, truncation=CUT_LONG)
@@ -216,7 +214,9 @@ async def small_steps(
     return engine
 
 
-async def test_cached_documents_in_batches_score_as_new_ones(small_steps: Engine, lines: list[str]) -> None:
+async def test_cached_documents_in_batches_score_as_new_ones_and_count(
+    small_steps: Engine, lines: list[str]
+) -> None:
     def steps() -> float:
         return small_steps.metrics.registry.get_sample_value("maxsimd_step_seconds_count") or 0
 
@@ -228,9 +228,6 @@ async def test_cached_documents_in_batches_score_as_new_ones(small_steps: Engine
     assert (cached.usage.cached_documents, new.usage.cached_documents) == (len(lines), 0)
     np.testing.assert_allclose(cached.scores, new.scores, atol=1e-4)
     assert again.scores == cached.scores
-
-
-async def test_the_queue_limit_counts_cached_documents(small_steps: Engine, lines: list[str]) -> None:
     crowd = [small_steps.score(f"query {i}", lines, truncation=CUT_LONG) for i in range(20)]
     answers = await asyncio.gather(*crowd, return_exceptions=True)
     refused = [answer for answer in answers if isinstance(answer, QueueFullError)]

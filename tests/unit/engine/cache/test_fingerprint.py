@@ -168,8 +168,7 @@ class Given:
 
 @pytest.fixture(scope="module")
 def loaded(checkpoints: SharedCheckpoints) -> Given:
-    """With a head of weights, a skip list and a merging of tokens, but of few words, since all are read for
-    each change. Its alterations leave it as it is."""
+    """A model with a head of weights, a skip list and token merging, but few words, since all are read."""
     config = EngineConfig(model=checkpoints(late_interaction.pooled), dtype="float32")
     model = load_model(config, torch.device("cpu"))
     backbone: Any = model.backbone
@@ -190,13 +189,21 @@ def plain(loaded: Given, monkeypatch: pytest.MonkeyPatch) -> Given:
 Change = Callable[[Given], Given]
 
 
-def _backbone(change: Callable[[Any], object]) -> Change:
-    def changed(given: Given) -> Given:
-        backbone = copy.deepcopy(given.model.backbone)
-        change(backbone)
-        return given.but(backbone=backbone)
+def _part(name: str) -> Callable[[Callable[[Any], object]], Change]:
+    """Changes of a copy of one of the model's parts."""
 
-    return changed
+    def changing(change: Callable[[Any], object]) -> Change:
+        def changed(given: Given) -> Given:
+            part = copy.deepcopy(getattr(given.model, name))
+            change(part)
+            return given.but(**{name: part})
+
+        return changed
+
+    return changing
+
+
+_backbone, _tokenizer, _token_pooling = map(_part, ("backbone", "tokenizer", "token_pooling"))
 
 
 def _weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -249,32 +256,12 @@ def _first(dimensions: int, normalized: bool) -> Change:
     return _head(lambda head: FirstColumns(head, dimensions, normalized))
 
 
-def _with_one_more_module(head: Any) -> Any:
-    head.modules.append(Normalize())
-    return head
-
-
 def _dense(change: Callable[[Any], object]) -> Change:
     def changed(head: Any) -> Any:
         change(head.modules[0])
         return head
 
     return _head(changed)
-
-
-def _tokenizer(change: Callable[[Any], object]) -> Change:
-    def changed(given: Given) -> Given:
-        tokenizer = copy.deepcopy(given.model.tokenizer)
-        change(tokenizer)
-        return given.but(tokenizer=tokenizer)
-
-    return changed
-
-
-def _more_merging(given: Given) -> Given:
-    pooling: Any = copy.deepcopy(given.model.token_pooling)
-    pooling.method.pool_factor = 3.0
-    return given.but(token_pooling=pooling)
 
 
 def _of_another_class(thing: Any) -> None:
@@ -289,7 +276,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("weights", "a name", _backbone(_renamed_weight)),
     ("buffers", "one that is saved", _buffer(1.0)),
     ("head weights", "a number", _dense(lambda dense: dense.linear.bias.data[-1].add_(1))),
-    ("head", "a module", _head(_with_one_more_module)),
+    ("head", "a module", _head(lambda head: head.modules.append(Normalize()) or head)),
     ("head", "an activation", _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Tanh()))),
     ("architecture", "a class", _backbone(lambda one: _of_another_class(one))),
     ("head", "a class", _dense(lambda dense: _of_another_class(dense))),
@@ -312,7 +299,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("pooling", "another", _task(pooling="mean")),
     ("dimensions", "fewer", _first(8, True)),
     ("token pooling", "none", lambda given: given.but(token_pooling=None)),
-    ("token pooling", "more", _more_merging),
+    ("token pooling", "more", _token_pooling(lambda one: setattr(one.method, "pool_factor", 3.0))),
     ("precision", "half", lambda given: dataclasses.replace(given, dtype=torch.bfloat16)),
     ("stored precision", "int8", lambda given: dataclasses.replace(given, stored="int8")),
     ("quantization", "int8", _option(quantization="int8")),
@@ -354,9 +341,7 @@ def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given) -> None:
     for change in (
         # No checkpoint holds it: it follows from what else is told.
         _buffer(7.0, persistent=False),
-        _config(
-            _name_or_path="/elsewhere", transformers_version="9", architectures=["Other"], model_type="x"
-        ),
+        _config(_name_or_path="/other", transformers_version="9", architectures=["Other"], model_type="x"),
         _config(id2label={0: "one"}, label2id={"one": 0}, problem_type="regression"),
         _tokenizer(lambda one: one("a b c", truncation=True, max_length=3, padding="max_length")),
         _option(maxsim="reference", query_prompt="query: ", threads=1),

@@ -33,7 +33,7 @@ def cached(seed: int, count: int, precision: Precision, key: bytes | None) -> Ca
     return CachedEmbedding(*rounded(unit_rows(seed, count), precision), count, False, key)
 
 
-def exact_score(query: torch.Tensor, document: CachedEmbedding, dtype: torch.dtype) -> float:
+def exact(query: torch.Tensor, document: CachedEmbedding, dtype: torch.dtype) -> float:
     rows = Ragged(document.rows, (0, len(document.rows)), document.scales).decoded(dtype)
     query = query.to(dtype)
     return maxsim_reference(Ragged(query, (0, len(query))), rows, pairs_of([(0, 0)])).item()
@@ -93,9 +93,7 @@ class Scored:
     def _compare(
         self, made: scorer.ScoredDocuments, keys: list[bytes], entries: list[CachedEmbedding] | None = None
     ) -> None:
-        expected = [
-            exact_score(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]
-        ]
+        expected = [exact(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]]
         found = np.full(len(expected), np.nan)
         for output in made.outputs:
             for slot, score in zip(output.slots, output.items.values[:, 0].tolist(), strict=True):

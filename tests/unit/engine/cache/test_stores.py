@@ -1,5 +1,4 @@
-"""Entries as bytes, new embeddings on their way, the writer, memory and disk together; which entries memory
-keeps when there is no room for all, and what is said."""
+"""Entries as bytes, the writer, memory and disk together, and which entries memory keeps."""
 
 import functools
 import itertools
@@ -55,8 +54,7 @@ def equal_scales(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _with_header(**changes: Any) -> bytes:
-    """An entry of 2 x 4 float32 numbers whose header says something else, and whose checksum is that of the
-    header unless it is given."""
+    """An entry of 2 x 4 float32 numbers with another header, and its checksum unless one is given."""
     payload = entry(1).to_bytes(key(1))[HEADER.size + CHECKSUM.size :]
     fields = {"magic": b"mxc2", "code": 0, "truncated": 0, "tokens": 2, "rows": 2, "dim": 4}
     header = HEADER.pack(*(fields | {name: changes[name] for name in fields if name in changes}).values())
@@ -164,9 +162,6 @@ def test_staged_embeddings_are_found_and_written_up_to_a_limit() -> None:
     writer.stage(staged(b"f"))
     writer.close()
     assert b"f" in written.entries
-
-
-def test_a_write_that_fails_harms_no_other() -> None:
     tried: list[list[bytes]] = []
 
     def write(entries: list[tuple[bytes, cached.CachedEmbedding]]) -> None:
@@ -370,15 +365,12 @@ def inside(store: MemoryStore[cached.CachedEmbedding]) -> list[int]:
     return [number for number in range(10) if store.get(key(number)) is not None]
 
 
-def test_memory_takes_entries_up_to_its_limit_exactly() -> None:
+def test_memory_takes_entries_up_to_its_limit_and_evicts() -> None:
     store = filled([2, 3], limit=2)
     assert inside(store) == [0]
     assert (len(store), store.nbytes, store.evictions) == (1, zeros(2).nbytes, 0)
     full = filled([2, 2], limit=4)
     assert (len(full), full.nbytes, full.evictions) == (2, full.limit, 0)
-
-
-def test_memory_evicts_as_many_as_what_is_asked_for_more_needs() -> None:
     for rows, evicted in ((4, 2), (2, 1)):
         store = filled([2, 2, 2], limit=6)
         assert store.get(key(0)) is not None
@@ -399,7 +391,7 @@ def test_a_loop_over_more_than_fits_hits_nearly_what_is_possible(room: int, time
     assert hits(MemoryStore(room * SIZE), asked) >= 0.8 * 2 * room
 
 
-def test_a_scan_between_requests_takes_little_from_them() -> None:
+def test_what_is_asked_for_stays_beside_scans_and_replaces_what_was() -> None:
     room, draw = 250, random.Random(1)
     hot = list(range(200))
     store = MemoryStore(room * SIZE)
@@ -410,9 +402,6 @@ def test_a_scan_between_requests_takes_little_from_them() -> None:
         found += hits(store, draw.choices(hot, k=10))
         asked_for += 10
     assert found >= 0.9 * asked_for
-
-
-def test_what_is_asked_for_now_replaces_what_was_before() -> None:
     room, draw = 200, random.Random(2)
     store = MemoryStore(room * SIZE)
     hits(store, draw.choices(range(150), k=1500))

@@ -1,5 +1,4 @@
-"""How many cores and how much memory a process may use, threads that wake up soon and sleep while they wait,
-and memory that goes back to the system."""
+"""Cores and memory that a process may use, slices and waits of threads, and memory that goes back."""
 
 import logging
 import os
@@ -119,9 +118,6 @@ def test_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
             folder = f"sys/fs/cgroup/{group}/memory"
             files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
         assert available_memory(machine(tmp_path / str(i), V2.format(root="/"), "0::/a/b\n", files)) == free
-
-
-def test_version_1_has_other_files(tmp_path: Path) -> None:
     mount = V1.format(root="/").replace("cpu,cpuacct", "memory")
     files = {
         "proc/meminfo": MEMINFO,

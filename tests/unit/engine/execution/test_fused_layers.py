@@ -101,8 +101,7 @@ def _fused_layers(name: str) -> int:
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Plain torch, which the kernels are compared with elsewhere, does their work in a hundredth of the time
-    that the interpreter takes."""
+    """Plain torch in place of kernels, which take a hundred times as long in the interpreter."""
 
     def turn_(qkv: torch.Tensor, *given: Any) -> None:
         qkv.copy_(elementwise.norm_rotary_reference(qkv, *given))
@@ -170,8 +169,7 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("name", ["bert", *exhaustive("qwen3", "modernbert", "gemma")])
 @interpreted
 def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
-    """Scores of an engine whose kernels are interpreted once it has started; a long document is prefilled in
-    chunks where the model allows it."""
+    """Kernels are interpreted once the engine has started; a long document is prefilled in chunks."""
     path = _checkpoint(name)
     plain = _scores(path, kernels="torch")
     fused = _scores(path, plain_kernels, kernels="auto", attention="triton")
@@ -201,8 +199,7 @@ def test_modules_with_broken_kernels_stay() -> None:
 
 @interpreted
 def test_modules_that_differ_in_the_model_are_taken_back() -> None:
-    """Modules that pass their trial but give something else in the model are all taken back, with a
-    warning."""
+    """Modules that pass their trial and differ in the model are taken back, with a warning."""
     forward = fused_layers.FusedOutput.forward
 
     def wrong(self: Any, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -286,9 +283,7 @@ def test_others_of_this_structure_stay() -> None:
         made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
         return made
 
-    def scaled_far_away(
-        self: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
-    ) -> Any:
+    def scaled_far_away(self: Any, hidden_states: torch.Tensor, position_ids: Any, **kwargs: Any) -> Any:
         """As Ministral 3 scales queries, by their positions."""
         scale = 1 + 0.1 * torch.log1p(position_ids // 16_384)
         return project(self, hidden_states * scale[..., None], **kwargs)
@@ -484,9 +479,7 @@ def test_a_fused_head_equals_the_plain_head() -> None:
             assert str(ours) == str(head)
 
 
-def plain_project(
-    hidden: torch.Tensor, rows: torch.Tensor, projection: Any, dtype: torch.dtype
-) -> torch.Tensor:
+def plain_project(hidden: torch.Tensor, rows: Any, projection: Any, dtype: torch.dtype) -> torch.Tensor:
     out = torch.nn.functional.linear(hidden[rows].float(), projection.weight.float(), projection.bias)
     if projection.epsilon is not None:
         out = torch.nn.functional.normalize(out, dim=-1)
@@ -503,9 +496,7 @@ def test_broken_heads_are_unused(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         (lambda out: out.view(3, 0), "it failed: shape"),
     ]
     for (broken, said), dtype in product(breaks, (torch.float32, torch.bfloat16)):
-        monkeypatch.setattr(
-            fused_head, "project", lambda *given, broken=broken: broken(plain_project(*given))
-        )
+        monkeypatch.setattr(fused_head, "project", lambda *args, broken=broken: broken(plain_project(*args)))
         for head, possible in _heads():
             caplog.clear()
             assert fused_head.fused(head, dtype, dtype) is head

@@ -1,5 +1,4 @@
-"""What only GPUs do, with stand-ins for them: what is chosen and checked there, one of several GPUs, and CUDA
-graphs: what is captured, compared, and replayed, with calls in the place of graphs."""
+"""Choices and checks on GPUs, several GPUs, and CUDA graphs, with stand-ins for all of them."""
 
 import logging
 import threading
@@ -92,11 +91,6 @@ class DoublingBackend(OneByOneBackend):
         setattr(self, part, doubled)
 
 
-class FailingBackend(OneByOneBackend):
-    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available")
-
-
 class NanBackend(OneByOneBackend):
     def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
         return super().full(qkv, metadata).index_fill_(0, torch.tensor([5]), torch.nan)
@@ -114,7 +108,9 @@ def test_the_fastest_right_attention_is_chosen(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow, fast = OneByOneBackend(), OneByOneBackend()
-    wrong = {"wrong": lambda: DoublingBackend("full"), "broken": FailingBackend}
+    failing: Any = OneByOneBackend()
+    failing.full = Mock(side_effect=RuntimeError("no kernel image is available"))
+    wrong = {"wrong": lambda: DoublingBackend("full"), "broken": lambda: failing}
     candidates = {"slow": lambda: slow, **wrong, "fast": lambda: fast}
     monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
     timed = []
@@ -125,7 +121,12 @@ def test_the_fastest_right_attention_is_chosen(
 
     time_backends = choice.time_backends
     monkeypatch.setattr(choice, "time_on_cuda", time)
-    monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
+    to = torch.Tensor.to
+
+    def to_cpu(tensor: torch.Tensor, *given: Any) -> torch.Tensor:
+        return to(tensor, *(CPU if isinstance(each, torch.device) else each for each in given))
+
+    monkeypatch.setattr(torch.Tensor, "to", to_cpu)
     monkeypatch.setattr(
         choice,
         "time_backends",
@@ -144,12 +145,6 @@ def test_the_fastest_right_attention_is_chosen(
     assert len(timed[0]) == sum(min(length, model.max_tokens) for length in LENGTHS)
     del candidates["slow"], candidates["fast"]
     assert isinstance(chosen(), GroupedBackend)
-
-
-def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda tensor, *arguments: to(
-        tensor, *(CPU if isinstance(argument, torch.device) else argument for argument in arguments)
-    )
 
 
 def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel) -> None:
@@ -293,7 +288,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
     return opened
 
 
-def test_a_slab_is_a_share_of_memory(monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]) -> None:
+def test_a_slab_is_a_share_of_memory_for_rows_as_scored(
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
+) -> None:
     with_free(monkeypatch, 600 << 20)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
@@ -304,9 +301,6 @@ def test_a_slab_is_a_share_of_memory(monkeypatch: pytest.MonkeyPatch, opened: Ca
     assert stores.rows_within(1 << 20, 128, torch.bfloat16) == 4096
     # Each row of int8 has a scale.
     assert stores.rows_within(1 << 20, 124, torch.int8) == 8192
-
-
-def test_a_slab_holds_rows_as_scored(monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]) -> None:
     with_free(monkeypatch, 80 << 30)
     for precision, takes_int8, expected in (
         *(("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)),
@@ -323,8 +317,7 @@ SECOND = torch.device("cuda:1")
 
 
 class Cuda:
-    """Two GPUs. As in CUDA, each thread has a current one, at first GPU 0. `used` says, for all that was
-    launched, recorded or waited for, on which GPU."""
+    """Two GPUs; each thread has a current one, at first GPU 0. `used` says what was done on which."""
 
     def __init__(self) -> None:
         self._threads = threading.local()
@@ -376,18 +369,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return found
 
 
-def test_results_are_waited_for_on_the_stream_that_makes_them(cuda: Cuda) -> None:
-    """From whichever thread: on another GPU's stream, which is idle, numbers would be read that are not there
-    yet. The thread that waits sleeps."""
+async def test_results_are_waited_for_on_the_gpu_that_makes_them(cuda: Cuda) -> None:
+    """Another GPU's stream is idle: numbers would be read that are not there yet."""
     arrival = record_arrival(SECOND)
     assert arrival is not None
     assert ("record", 1) in cuda.used
     assert {device for _, device in cuda.used} == {1}
     assert cuda.blocking == [True]
     assert record_arrival(torch.device("cpu")) is None
-
-
-async def test_the_thread_that_waits_begins_no_work_on_another_gpu(cuda: Cuda) -> None:
+    cuda.used.clear()
     arrivals = Arrivals(SECOND)
     await arrivals.until(cuda.event())
     arrivals.close()
@@ -429,8 +419,7 @@ SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 
 
 
 class CallRecorder:
-    """Calls in the place of graphs: `replays` counts those of each, in the order of their capture. Every run
-    takes these milliseconds and this share of the memory."""
+    """Calls in the place of graphs, whose `replays` are counted; every run has this cost."""
 
     def __init__(self, host: float = 1.0, device: float = 1.0, memory: float = 0.0) -> None:
         self.replays: list[int] = []
@@ -540,12 +529,11 @@ class FirstTokensBackend(VarlenBackend):
         return out
 
 
-def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., Captured]) -> None:
+def test_every_size_is_compared_and_bad_graphs_are_dropped(
+    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
+) -> None:
     _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
     assert list(mismatches) == [SIZES[0]]
-
-
-def test_bad_graphs_are_dropped(capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture) -> None:
     for recorder, reason in (
         (CallRecorder(host=1.0, device=9.0), "bound by the device"),
         (CallRecorder(memory=0.5), "50% of the memory"),
@@ -557,10 +545,7 @@ def test_bad_graphs_are_dropped(capture: Callable[..., Captured], caplog: pytest
 
 
 def test_only_what_is_captured_without_fault_is_used(
-    small: LoadedModel,
-    backend: VarlenBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    small: LoadedModel, backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = BrokenRecorder()
     gpu, plain = torch.device("cuda"), PackedRunner(small, CPU, backend)

@@ -1,5 +1,4 @@
-"""Loading: what is refused, and with which words. A text with a token for which the model has no embedding is
-refused before it reaches the device, where a GPU would end the process."""
+"""Loading: what is refused, and with which words; tokens that the model has no embedding for."""
 
 import asyncio
 import functools
@@ -179,19 +178,20 @@ def with_extra_token(
 ) -> Callable[[Build], str]:
     """Checkpoints with one token too many in their tokenizers, which no test may change."""
     folder = tmp_path_factory.mktemp("extra")
-    return functools.cache(lambda build: _with_extra_token(checkpoints, build, folder))
 
+    @functools.cache
+    def made(build: Build) -> str:
+        copy = checkpoints.copy(build, folder / build.__module__ / build.__name__)
+        for path in copy.rglob("tokenizer.json"):
+            rows = json.loads((path.parent / "config.json").read_text())["vocab_size"]
+            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer.add_tokens([f"<filler {i}>" for i in range(rows - tokenizer.get_vocab_size())])
+            tokenizer.add_tokens([EXTRA])
+            assert tokenizer.token_to_id(EXTRA) == rows
+            tokenizer.save(str(path))
+        return str(copy)
 
-def _with_extra_token(checkpoints: SharedCheckpoints, build: Build, folder: Path) -> str:
-    copy = checkpoints.copy(build, folder / build.__module__ / build.__name__)
-    for path in copy.rglob("tokenizer.json"):
-        rows = json.loads((path.parent / "config.json").read_text())["vocab_size"]
-        tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.add_tokens([f"<filler {number}>" for number in range(rows - tokenizer.get_vocab_size())])
-        tokenizer.add_tokens([EXTRA])
-        assert tokenizer.token_to_id(EXTRA) == rows
-        tokenizer.save(str(path))
-    return str(copy)
+    return made
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)

@@ -1,5 +1,4 @@
-"""All layers of an encoder in one call: the same bits as layer by layer, used where they are right and
-faster. Compiled embeddings: the sum of three tables' rows and its norm, and the module where it does more."""
+"""All layers of an encoder in one call, to the same bits as layer by layer, and compiled embeddings."""
 
 import itertools
 import logging
@@ -27,7 +26,6 @@ from maxsimd.engine.execution.linear import CompiledEmbeddings, CompiledGated, c
 from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner, with_one_call
 from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import random_sequences
-from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu import linear as products
 from maxsimd.engine.ops.cpu.attention import attention
 from maxsimd.engine.ops.qkv import QKV
@@ -72,13 +70,11 @@ def plainly(layer: products.Layer, hidden: torch.Tensor, sequences: torch.Tensor
     qkv = QKV(query, key, value, SCALING)
     out = qkv.new_output()
     attention(qkv, sequences, [], False, out)
-    summed = products.linear_norm(
+    total = products.linear_norm(
         out.flatten(1), hidden, layer.attended.weights, layer.attended.bias, layer.attended_norm
     )
-    wide = products.linear(summed, layer.widened.weights, layer.widened.bias, gelu=True)
-    return products.linear_norm(
-        wide, summed, layer.narrowed.weights, layer.narrowed.bias, layer.narrowed_norm
-    )
+    wide = products.linear(total, layer.widened.weights, layer.widened.bias, gelu=True)
+    return products.linear_norm(wide, total, layer.narrowed.weights, layer.narrowed.bias, layer.narrowed_norm)
 
 
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
@@ -278,15 +274,11 @@ class Scaled(BertEmbeddings):
         return 1.02 * super().forward(*arguments, **named)
 
 
-class Doubled(torch.nn.Embedding):
-    pass
-
-
 @pytest.mark.parametrize("change", ["scaled", "another table", "precision", "hooks"])
 def test_a_module_that_does_anything_else_stays(change: str) -> None:
     module = (Scaled if change == "scaled" else BertEmbeddings)(BertConfig(**SIZES)).eval().bfloat16()
     if change == "another table":
-        module.word_embeddings = Doubled(WORDS, 40).bfloat16()
+        module.word_embeddings = type("Other", (nn.Embedding,), {})(WORDS, 40).bfloat16()
     if change == "precision":
         module.half()
     if change == "hooks":
@@ -322,13 +314,3 @@ async def test_rotary_layers_take_int8_in_float32(checkpoints: SharedCheckpoints
     scores, modules = await _scores(path, dtype="float32", quantization="int8")
     assert modules[FusedRotaryLayer]
     np.testing.assert_allclose(scores, expected, atol=5e-2)
-
-
-async def test_bad_layers_stay_plain(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoints(cross_encoders.qwen3)
-    expected, _ = await _scores(path, dtype="float32", kernels="torch")
-    right = elementwise.rms_norm
-    monkeypatch.setattr(elementwise, "rms_norm", lambda *given: 1.01 * right(*given))
-    scores, modules = await _scores(path, dtype="float32")
-    assert not modules[FusedRotaryLayer]
-    np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=1e-5)

@@ -38,13 +38,11 @@ def full(backend: AttentionBackend[Any], qkv: QKV, layout: layouts.Layout) -> to
 
 def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
     chunks = []
-    for key, length in enumerate(lengths):
-        ids = (np.arange(length, dtype=np.int32) + 7 * key) % 97 + 1
-        seen = attended[key] if attended else length
+    for i, length in enumerate(lengths):
+        ids = (np.arange(length, dtype=np.int32) + 7 * i) % 97 + 1
+        seen = attended[i] if attended else length
         chunks.append(
-            Chunk(
-                TokenSequence.text(key, ResultSlot(0, key), "all", Tokens(ids, attended_len=seen)), 0, length
-            )
+            Chunk(TokenSequence.text(i, ResultSlot(0, i), "all", Tokens(ids, attended_len=seen)), 0, length)
         )
     return Step(0, tuple(chunks))
 
@@ -261,10 +259,8 @@ def test_a_last_layer_runs_for_first_rows_alone(request: pytest.FixtureRequest, 
     assert len(hidden) == len(cursor.chunks) == 3
     cls_only.rows = None
     remove_cls_only(model.backbone, cls_only)
-    all_rows, all_cursor = PackedRunner(model, CPU, GROUPED).forward(step)
-    torch.testing.assert_close(
-        hidden[list(cursor.starts)], all_rows[list(all_cursor.starts)], atol=1e-5, rtol=1e-5
-    )
+    whole, other = PackedRunner(model, CPU, GROUPED).forward(step)
+    torch.testing.assert_close(hidden[list(cursor.starts)], whole[list(other.starts)], atol=1e-5, rtol=1e-5)
 
 
 async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embedding: str) -> None:
@@ -287,12 +283,10 @@ LENGTHS = st.lists(
 
 
 def drawn(kind: str, reach: int, dtype: torch.dtype, seed: int) -> RelativePositions:
-    random = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     if kind == "bias":
-        return PositionBias(torch.randn(HEADS, 2 * reach + 1, generator=random))
-    keys, queries = (
-        torch.randn(HEADS, 2 * reach + 1, HEAD_DIM, generator=random).to(dtype) for _ in range(2)
-    )
+        return PositionBias(torch.randn(HEADS, 2 * reach + 1, generator=rng))
+    keys, queries = (torch.randn(HEADS, 2 * reach + 1, HEAD_DIM, generator=rng).to(dtype) for _ in range(2))
     return PositionContent(keys, queries)
 
 
@@ -329,11 +323,7 @@ def written_out(qkv: QKV, layout: layouts.Layout) -> torch.Tensor:
 @given(lengths=LENGTHS, spare=st.integers(0, 70))
 @settings(deadline=None, max_examples=6)
 def test_distances_add_to_products_as_written_out(
-    backend: AttentionBackend[layouts.Layout],
-    kind: str,
-    dtype: torch.dtype,
-    lengths: list[tuple[int, int]],
-    spare: int,
+    backend: Any, kind: str, dtype: torch.dtype, lengths: list[tuple[int, int]], spare: int
 ) -> None:
     # The last so many keys are not attended to.
     attended = [max(1, length - hidden) for length, hidden in lengths]

@@ -43,11 +43,9 @@ def test_encoders_and_classifiers_equal_those_of_transformers(family: str) -> No
         ours.load_state_dict(theirs.state_dict())
         for attention, some in (("sdpa", {"input_ids": ids}), ("sdpa", inputs), ("eager", inputs)):
             ours.set_attn_implementation(attention)
-            found, expected = ours(**some), theirs(**some)
-            torch.testing.assert_close(
-                found.last_hidden_state[attended], expected.last_hidden_state[attended]
-            )
-            torch.testing.assert_close(found.pooler_output, expected.pooler_output)
+            found, exact = ours(**some), theirs(**some)
+            torch.testing.assert_close(found.last_hidden_state[attended], exact.last_hidden_state[attended])
+            torch.testing.assert_close(found.pooler_output, exact.pooler_output)
         theirs = AutoModelForSequenceClassification.from_config(config).eval()
         ours = bert.CLASSIFIERS[family](ours_config).eval()
         ours.load_state_dict(theirs.state_dict())
@@ -64,9 +62,6 @@ def test_the_bias_is_the_slope_times_the_distance() -> None:
         found = AlibiBias(4).reaching(tokens, CPU).terms(query, query, 1.0)
         apart = (torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]).abs()
         torch.testing.assert_close(found, torch.stack([-slope * apart for slope in slopes_of(4)]))
-
-
-def test_a_fused_layer_hands_the_bias_on() -> None:
     config = JinaBertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     register_attention()
     config._attn_implementation = ATTENTION_NAME
@@ -139,21 +134,17 @@ def _original(taps: int, bias: bool = False) -> Lfm2ShortConv:
 @torch.inference_mode()
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans())
-def test_sequences_in_a_row_are_apart(
-    lengths: list[tuple[int, int]], taps: int, centered: bool, bias: bool
-) -> None:
+def test_sequences_are_apart(lengths: list[tuple[int, int]], taps: int, centered: bool, bias: bool) -> None:
     convolution = ShortConvolution(_original(taps, bias), centered, leaves_out_padding=False)
     states = [torch.randn(1, count, HIDDEN) for count, _ in lengths]
     rows, positions = [], []
     for item, (count, padding) in zip(states, lengths, strict=True):
         rows += [item, torch.randn(1, padding, HIDDEN)]
         positions += [*range(count), *[0] * padding]
-    together = convolution(torch.cat(rows, dim=1), row_positions=torch.tensor([positions]))
+    joined = convolution(torch.cat(rows, dim=1), row_positions=torch.tensor([positions]))
     first = 0
     for item, (count, padding) in zip(states, lengths, strict=True):
-        torch.testing.assert_close(
-            together[:, first : first + count], convolution(item), atol=1e-6, rtol=1e-5
-        )
+        torch.testing.assert_close(joined[:, first : first + count], convolution(item), atol=1e-6, rtol=1e-5)
         first += count + padding
 
 
@@ -168,7 +159,5 @@ def test_rows_leave_out_unattended_ends(lengths: list[tuple[int, int]], taps: in
     together = convolution(
         torch.cat(states, dim=1), row_positions=positions, attended_rows=torch.cat(attended)[None]
     )
-    alone = [
-        convolution(item, attention_mask=seen[None]) for item, seen in zip(states, attended, strict=True)
-    ]
+    alone = [convolution(one, attention_mask=seen[None]) for one, seen in zip(states, attended, strict=True)]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-6, rtol=1e-5)

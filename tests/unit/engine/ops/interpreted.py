@@ -1,5 +1,4 @@
-"""Runs checks in a process in which Triton interprets its kernels, which it decides at import. The process is
-a copy of `tests.imported`, and runs all checks that a worker asks for, one after the other."""
+"""Runs checks, one after the other, in a process in which Triton interprets its kernels."""
 
 import functools
 import importlib
@@ -90,9 +89,7 @@ def _serve() -> None:
 
 
 def _interpret() -> None:
-    """Imports Triton anew, as an interpreter. For each launch, and for each call in a kernel, it replaces
-    hundreds of functions of its language, which takes longer than most kernels. Here it does so only once for
-    each module."""
+    """Imports Triton anew, as an interpreter that replaces functions of its language once for each module."""
     os.environ["TRITON_INTERPRET"] = "1"
     launch.INTERPRETED = True
     for name in list(sys.modules):

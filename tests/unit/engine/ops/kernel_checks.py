@@ -127,8 +127,7 @@ def check_maxsim_of_all_sizes(
 
 
 def check_maxsim_of_a_long_document(device: str) -> None:
-    """In so many splits that their maxima are summed in several turns, the last split with less than a
-    tile."""
+    """In so many splits that their maxima are summed in several turns, the last less than a tile."""
     queries, documents = random_ragged([5, 70], 32, 1), random_ragged([900, 3], 32, 2)
     for split_k, pairs in ((None, [(1, 0), (1, 1)]), (70, [(0, 0), (0, 1)])):
         exact = maxsim_reference(queries, documents, pairs)
@@ -510,15 +509,11 @@ def check_norm_rotary(device: str) -> None:
         cos, sin = (numbers(rows, head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
         norms = None
         if normed:
-            norms = elementwise.HeadNorms(
-                *(numbers(head_dim, dtype=dtype, seed=seed) for seed in (4, 5)), 1e-6
-            )
+            norms = elementwise.HeadNorms(*(numbers(head_dim, dtype=dtype, seed=n) for n in (4, 5)), 1e-6)
         exact = elementwise.norm_rotary_reference(qkv, cos, sin, heads, norms)
         there = qkv.to(device, copy=True)
         if norms is not None:
-            norms = elementwise.HeadNorms(
-                as_read(norms.query, device), as_read(norms.key, device), norms.epsilon
-            )
+            norms = elementwise.HeadNorms(as_read(norms.query, device), as_read(norms.key, device), 1e-6)
         elementwise.norm_rotary_(there, cos.to(device), sin.to(device), heads, norms)
         same(there, exact)
         values = slice(sum(heads), None)

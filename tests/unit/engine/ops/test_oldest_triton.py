@@ -1,5 +1,4 @@
-"""The Triton kernels with the oldest triton that we allow, in an environment of its own: the tests of kernels
-are run there, interpreted and compiled ahead of time."""
+"""Tests of kernels, run with the oldest triton that we allow, in an environment of its own."""
 
 import os
 import subprocess

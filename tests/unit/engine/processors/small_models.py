@@ -1,5 +1,4 @@
-"""What preprocessing needs, built in milliseconds: models that have rules and no weights, and a tokenizer
-whose tokens are words, so that every token id in a test can be counted by hand."""
+"""Models without weights, and a tokenizer whose tokens are words, so that ids can be counted by hand."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +82,7 @@ def processors(
     described: LoadedModel,
     *,
     special_tokens: bool = True,
-    longest: int = 10_000,
+    longest: int = 10000,
     overlap: int = 0,
     most_vectors: int | None = None,
     cache: EmbeddingCache | None = None,

@@ -1,5 +1,4 @@
-"""Texts cut at their breaks, to be compared with the whole, and what is tokenized of them; texts of many
-scripts, and what divides words."""
+"""Texts of many scripts cut at their breaks, to be compared with the whole."""
 
 import functools
 import unicodedata
@@ -65,25 +64,18 @@ def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
     return with_breaks(CUT[name])
 
 
-def assert_pieces_equal_the_whole(
-    tokenizer: Tokenizer, breaks: Breaks, text: str, words: bool = True
-) -> None:
+def assert_pieces_are_the_whole(tokenizer: Tokenizer, breaks: Breaks, text: str, words: bool = True) -> None:
     """Compares the tokens of a text with those of its smallest pieces; if `words`, also where words begin."""
     bounds = [0, *breaks.all(text), len(text)]
-    whole, *pieces = _tokens(tokenizer, [text, *(text[a:b] for a, b in pairwise(bounds))], words)
-    assert [token for piece in pieces for token in piece] == whole
-
-
-def _tokens(tokenizer: Tokenizer, texts: list[str], words: bool) -> list[list[Any]]:
-    """The token ids of each text, with whether each begins a word."""
-    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-    return [
+    texts = [text, *(text[a:b] for a, b in pairwise(bounds))]
+    whole, *pieces = [
         [
             (token, words and before != word)
             for token, (before, word) in zip(encoding.ids, pairwise([None, *encoding.word_ids]), strict=True)
         ]
-        for encoding in encodings
+        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
     ]
+    assert [token for piece in pieces for token in piece] == whole
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tests.unit.engine.processors.split_texts import (
     DIVIDERS,
     KINDS,
     SCRIPTS,
-    assert_pieces_equal_the_whole,
+    assert_pieces_are_the_whole,
     cut_kind,
     usual_first,
     with_breaks,
@@ -57,7 +57,7 @@ SPACES_OF = {"roberta": " ", "gemma": " \n"}
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
     tokenizer, breaks = cut_kind(name)
     # Where a whole text is a word, so is each of its pieces.
-    assert_pieces_equal_the_whole(tokenizer, breaks, text, words=name != "gemma")
+    assert_pieces_are_the_whole(tokenizer, breaks, text, words=name != "gemma")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -168,7 +168,7 @@ OTHERS: dict[str, Kind] = {
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
     tokenizer, breaks = with_breaks(OTHERS[name])
     assert breaks.all("a b c") == [1, 3]
-    assert_pieces_equal_the_whole(tokenizer, breaks, text)
+    assert_pieces_are_the_whole(tokenizer, breaks, text)
 
 
 # Added tokens, each with a text that a cut inside of it would change.
@@ -187,7 +187,7 @@ ADDED: dict[str, tuple[AddedToken, str]] = {
 def test_added_tokens_are_not_cut(added: AddedToken, text: str) -> None:
     tokenizer, breaks = with_breaks(lambda: byte_level(QWEN, added=(added,)))
     for extra in ("", "a", " ", "\n", ",", ". ", "x y,", "\u6f22"):
-        assert_pieces_equal_the_whole(tokenizer, breaks, f"{extra}{text}{extra}{text}")
+        assert_pieces_are_the_whole(tokenizer, breaks, f"{extra}{text}{extra}{text}")
 
 
 GEMMA_CHANGES: dict[str, dict[str, Any]] = {
@@ -227,7 +227,7 @@ def test_letters_before_breaks_are_letters_to_the_library(name: str) -> None:
         if unicodedata.category(letter)[0] in "LN" and breaks.all(f"{letter}{separator}a")
     ]
     assert len(letters) > 40_000
-    assert_pieces_equal_the_whole(tokenizer, breaks, separator.join(letters))
+    assert_pieces_are_the_whole(tokenizer, breaks, separator.join(letters))
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen"])

@@ -1,6 +1,4 @@
-"""Pairs that the tokenizer or a score template joins: what is read of both texts, how they are cut, their
-windows, and what pairs of a query begin with and is run only once. A query that thousands of documents share
-is neither tokenized nor held for each of them."""
+"""Pairs joined by the tokenizer or a template: how they are cut, their windows, and shared prefixes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -75,15 +73,8 @@ def score(
     return processors(described, **made).scores.prepare(request, request_ids())
 
 
-def ask(
-    queries: list[str],
-    documents: list[str],
-    truncation: Truncation = REFUSE_LONG,
-    *,
-    template: ScoreTemplate = THREE_SEGMENTS,
-    **options: Any,
-) -> ScorePlan:
-    return score(queries, documents, truncation, pairs=PairRules(template=template), **options)
+def ask(*texts: Any, template: ScoreTemplate = THREE_SEGMENTS, **options: Any) -> ScorePlan:
+    return score(*texts, pairs=PairRules(template=template), **options)
 
 
 def pair(query: list[int], read: list[int]) -> list[int]:
@@ -231,9 +222,6 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     assert instructed(None, "w11") == asked(ids(1, 1), ids(1, 2), 11)
     assert instructed("", "w11") == asked(ids(1, 1), ids(1, 2), 11)
     assert instructed(None, None) == asked(ids(1, 1), ids(1, 2), 904)
-
-
-def test_an_instruction_with_a_placeholder_is_refused() -> None:
     template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
     assert template.frames("q", "fine\ue0a2")
     for character in ("\ue0a0", "\ue0a1"):
@@ -338,7 +326,7 @@ def test_where_steps_are_replayed_a_prefix_must_save_more_than_its_launches_take
     assert PrefixSharing(launch_tokens).is_worth(prefix, consumers, own) is is_shared
 
 
-def test_a_prefix_that_is_not_worth_it_is_run_with_each_pair() -> None:
+def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
     asked_for = [words(4)], [document(3), document(2)]
     assert len(ask(*asked_for, sharing=PrefixSharing(28)).sequences) == 3
     plan = ask(*asked_for, sharing=PrefixSharing(29))
@@ -348,6 +336,15 @@ def test_a_prefix_that_is_not_worth_it_is_run_with_each_pair() -> None:
     queries = [words(5), words(5), words(4) + " w9"]
     plan = ask(queries, [document(3)] * 3, sharing=PrefixSharing(20))
     assert [prefix for prefix, _ in split(plan)] == [100, 100, 0]
+    plan = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
+    prefix = plan.sequences[0]
+    assert prefix.is_prefix
+    assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
+    # One token of the query fewer, and the prefix is too short to be worth it.
+    assert len(score([words(5)], [document(3)], sharing=PrefixSharing()).sequences) == 1
+    # A pair of which the query was cut begins otherwise.
+    cut = score([words(30)], [document(30)], CUT_LONG, sharing=PrefixSharing(), max_tokens=40)
+    assert [prefix for prefix, _ in split(cut)] == [0]
 
 
 def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
@@ -365,18 +362,6 @@ def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
         (100, [*shared, UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
         (100, [*shared, DOCUMENT_PROMPT, *ids(1, 1)]),
     ]
-
-
-def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
-    plan = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
-    prefix = plan.sequences[0]
-    assert prefix.is_prefix
-    assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
-    # One token of the query fewer, and the prefix is too short to be worth it.
-    assert len(score([words(5)], [document(3)], sharing=PrefixSharing()).sequences) == 1
-    # A pair of which the query was cut begins otherwise.
-    cut = score([words(30)], [document(30)], CUT_LONG, sharing=PrefixSharing(), max_tokens=40)
-    assert [prefix for prefix, _ in split(cut)] == [0]
 
 
 # Long queries, documents and instructions, with a published kind of tokenizer.

@@ -1,5 +1,4 @@
-"""Queries and documents that are run apart: each different document once for each query, then its scores; and
-under which key a document is found and cached."""
+"""Queries and documents that are run apart, each document once a query, and the keys of cached ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,17 +40,10 @@ LATE_INTERACTION, BI_ENCODER = "token_embed", "embed"
 
 
 def score(
-    queries: list[str],
-    documents: list[str],
-    truncation: Truncation = REFUSE_LONG,
-    *,
-    task: str = LATE_INTERACTION,
-    instruction: str | None = None,
-    cache: EmbeddingCache | None = None,
-    **changes: object,
+    *texts: Any, task: str = LATE_INTERACTION, instruction: Any = None, cache: Any = None, **changes: Any
 ) -> ScorePlan:
     made = processors(model(score_task=task, **changes), cache=cache)
-    request = score_request(queries, documents, truncation, instruction=instruction)
+    request = score_request(*texts, instruction=instruction)
     return made.scores.prepare(request, request_ids())
 
 
@@ -185,12 +177,17 @@ def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
     assert limited.truncated == 2
 
 
-def test_an_input_that_is_too_long_is_refused_by_its_index() -> None:
+def test_what_is_too_long_is_refused_by_its_index() -> None:
     with refused("documents", r"^documents\[3\] has 11 tokens, but at most 10"):
         score(["w1"], ["w2", "w2", "w3", words(9)], max_tokens=10)
     with refused("queries", r"^queries\[1\] has 11 tokens, but at most 10"):
         score(["w1", words(9)], ["w2", "w3"], max_tokens=10)
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
+    described = model(max_tokens=10_000)
+    prepare = processors(described, most_vectors=20).scores.prepare
+    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
+    with refused("documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"):
+        prepare(score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
@@ -225,6 +222,14 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
     cache.slab = EmbeddingSlab(64, 2, torch.float32, torch.device("cpu"))
     assert len(score(["w3"], ["w0", "w1", "w2"], cache=cache).cached) == 1
     assert IN_SLAB.rows > 3 * ON_HOST.rows
+    full = ON_HOST.rows // scorer.ROWS_PER_TOKEN
+    for query_rows, rows, expected in (
+        (2000, [1280], [(1, 100 + 1)]),
+        (2000, [ON_HOST.rows // 20] * 5, [(2, full + 1), (2, full + 1), (1, full // 2 + 1)]),
+        (2000, [ON_HOST.rows], [(1, 10 * full + 1)]),
+        (200_000, [1] * 3, [(3, 24 + 1)]),
+    ):
+        assert batches(*rows, query_rows=query_rows) == expected
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
@@ -238,17 +243,8 @@ def test_documents_beside_a_long_query_cost_more_than_tokens(task: str) -> None:
         assert one.price == 640 + one.scoring
 
 
-def test_a_pair_has_at_most_the_square_of_max_vectors() -> None:
-    described = model(max_tokens=10_000)
-    prepare = processors(described, most_vectors=20).scores.prepare
-    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
-    with refused("documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"):
-        prepare(score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
-
-
 def batches(*rows: int, query_rows: int = 32) -> list[tuple[int, int]]:
-    """How many documents each batch has, and its price, for documents of these numbers of rows and a query
-    of which 200 are usual."""
+    """The number of documents of each batch, and its price; of the query 200 rows are usual."""
     documents = [scorer.CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
     made = list(in_batches(documents, 100, query_rows, scorer.ScoringPrice(200)))
     assert [slot for batch in made for slot in batch.documents.slots] == [one.slot for one in documents]
@@ -276,18 +272,7 @@ def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
         assert batches(*rows) == batches(*rows, query_rows=200) == expected
 
 
-def test_a_long_query_makes_batches_dearer_and_smaller() -> None:
-    full = ON_HOST.rows // scorer.ROWS_PER_TOKEN
-    for query_rows, rows, expected in (
-        (2000, [1280], [(1, 100 + 1)]),
-        (2000, [ON_HOST.rows // 20] * 5, [(2, full + 1), (2, full + 1), (1, full // 2 + 1)]),
-        (2000, [ON_HOST.rows], [(1, 10 * full + 1)]),
-        (200_000, [1] * 3, [(3, 24 + 1)]),
-    ):
-        assert batches(*rows, query_rows=query_rows) == expected
-
-
-LONG_TEXT = words(30)
+LONG = words(30)
 LONGEST = 20
 WINDOWS = Truncation(max_tokens=-1, windows=True)
 
@@ -329,10 +314,6 @@ def key_of(plan: ScorePlan) -> bytes | None:
     return key
 
 
-def hit(plan: ScorePlan) -> bool:
-    return bool(plan.cached)
-
-
 def test_the_key_says_how_a_document_is_read(cache: EmbeddingCache) -> None:
     """Plain is what any request reads alike: it fits, or is cut to the checkpoint's own length as usual. One
     of exactly that length, here 10 tokens with two special ones, may be a longer one that was cut."""
@@ -340,7 +321,7 @@ def test_the_key_says_how_a_document_is_read(cache: EmbeddingCache) -> None:
     usual = (Truncation(), CUT_LONG, Truncation(max_tokens=10))
     for document, own_length, plainly, otherwise in (
         ("w2", None, (Truncation(), CUT_LONG, WINDOWS, left), (Truncation(max_document_tokens=5),)),
-        (LONG_TEXT, None, (), (CUT_LONG, left, WINDOWS)),
+        (LONG, None, (), (CUT_LONG, left, WINDOWS)),
         (words(7), 10, (*usual, Truncation(side="left"), WINDOWS), ()),
         (words(8), 10, usual, (Truncation(side="left"), WINDOWS)),
         (words(9), 10, usual, (Truncation(side="left"), WINDOWS)),
@@ -350,29 +331,29 @@ def test_the_key_says_how_a_document_is_read(cache: EmbeddingCache) -> None:
         for each in otherwise:
             expected = as_requested(cache, document, each)
             assert key_of(looked_up(cache, document, each, own_length=own_length)) == expected
+    truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
+    assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
+    windows = Truncation(windows=True, window_overlap=2)
+    expected = "('as asked', 20, (False, 'right', None), ('at most half', 2))"
+    assert LongInputs(windows, LONGEST, 1).signature == expected
 
 
-def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:
-    assert key_of(looked_up(cache, LONG_TEXT, WINDOWS, task="embed")) is None
-    assert key_of(looked_up(cache, LONG_TEXT, CUT_LONG, task="embed")) == as_requested(
-        cache, LONG_TEXT, CUT_LONG
-    )
-
-
-def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingCache) -> None:
+def test_hits_and_misses_are_counted_where_there_is_a_cache(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
     bypassed = looked_up(cache, "w2", mode="bypass")
-    assert (hit(bypassed), key_of(bypassed), cache.hits, cache.misses) == (False, None, 0, 0)
+    assert (len(bypassed.cached), key_of(bypassed), cache.hits, cache.misses) == (0, None, 0, 0)
     made = processors(model(), cache=cache)
     made.scores.prepare(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
     assert (cache.hits, cache.misses) == (2, 1)
+    assert key_of(looked_up(cache, LONG, WINDOWS, task="embed")) is None
+    assert key_of(looked_up(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
 
 
 def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> None:
     keys = [plain(cache, "w2"), as_requested(cache, "w2", CUT_LONG)]
     cache.put([(key, embedding()) for key in [*keys, plain(cache, "w3")]])
     refreshed = looked_up(cache, "w2", CUT_LONG, mode="refresh")
-    assert not hit(refreshed)
+    assert not refreshed.cached
     assert key_of(refreshed) == keys[0]
     assert [cache.get(key) for key in keys] == [None, None]
     assert cache.get(plain(cache, "w3")) is not None
@@ -382,16 +363,16 @@ def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> 
 def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
     for found in (Truncation(), CUT_LONG, Truncation(max_tokens=10), WINDOWS):
-        assert hit(looked_up(cache, "w2", found))
+        assert looked_up(cache, "w2", found).cached
     # Longer than the request allows, or limited by it: read otherwise.
     for missed in (Truncation(max_tokens=9), Truncation(max_document_tokens=100)):
-        assert not hit(looked_up(cache, "w2", missed))
+        assert not looked_up(cache, "w2", missed).cached
     # Of the checkpoint's own length, it may have been cut at its end.
     for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
-        assert hit(looked_up(cache, "w2", usual, own_length=10))
+        assert looked_up(cache, "w2", usual, own_length=10).cached
     for otherwise in (Truncation(side="left"), WINDOWS):
-        assert not hit(looked_up(cache, "w2", otherwise, own_length=10))
-        assert hit(looked_up(cache, "w3", otherwise, own_length=10))
+        assert not looked_up(cache, "w2", otherwise, own_length=10).cached
+        assert looked_up(cache, "w3", otherwise, own_length=10).cached
 
 
 def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache) -> None:
@@ -405,19 +386,11 @@ def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache)
         Truncation(max_tokens=9, max_document_tokens=5),
         Truncation(max_document_tokens=6),
     ):
-        assert not hit(looked_up(cache, LONG_TEXT, truncation))
-        cache.put([(as_requested(cache, LONG_TEXT, truncation), embedding())])
-        assert hit(looked_up(cache, LONG_TEXT, truncation))
+        assert not looked_up(cache, LONG, truncation).cached
+        cache.put([(as_requested(cache, LONG, truncation), embedding())])
+        assert looked_up(cache, LONG, truncation).cached
     # What concerns queries alone changes nothing, nor an overlap without windows, nor the engine's own.
     for same in (replace(CUT_LONG, max_query_tokens=3), replace(CUT_LONG, window_overlap=5)):
-        assert hit(looked_up(cache, LONG_TEXT, same))
-    cache.put([(as_requested(cache, LONG_TEXT, WINDOWS), embedding())])
-    assert hit(looked_up(cache, LONG_TEXT, replace(WINDOWS, window_overlap=1)))
-
-
-def test_the_words_of_keys_stay_as_caches_on_disk_have_them() -> None:
-    truncation = Truncation(max_tokens=9, side="left", max_document_tokens=5)
-    assert LongInputs(truncation, LONGEST, 1).signature == "('as asked', 9, (True, 'left', 5), False)"
-    windows = Truncation(windows=True, window_overlap=2)
-    expected = "('as asked', 20, (False, 'right', None), ('at most half', 2))"
-    assert LongInputs(windows, LONGEST, 1).signature == expected
+        assert looked_up(cache, LONG, same).cached
+    cache.put([(as_requested(cache, LONG, WINDOWS), embedding())])
+    assert looked_up(cache, LONG, replace(WINDOWS, window_overlap=1)).cached

@@ -1,5 +1,4 @@
-"""Queries and documents that come as their embeddings: scored as their texts are, or refused. Queries that
-are encoded once and scored later."""
+"""Queries and documents that come as embeddings, and queries that are encoded once and scored later."""
 
 import asyncio
 import base64
@@ -64,14 +63,6 @@ async def test_vectors_have_the_scores_of_their_texts(colbert: RecordingEngine, 
     for queries, documents in given:
         found = await colbert.score(queries, documents)
         np.testing.assert_allclose(found.scores, expected, rtol=1e-5, err_msg=str(type(documents[0])))
-
-
-def _int8(rows: Any) -> Vectors:
-    scales = np.abs(rows).max(axis=1) / 127
-    return Vectors(np.rint(rows / scales[:, None]).astype(np.int8), scales)
-
-
-async def test_smaller_numbers_have_nearly_those_scores(colbert: RecordingEngine, vectors: Any) -> None:
     _, rows = vectors
     expected = (await colbert.score(QUERY, rows)).scores
     for given, error in (
@@ -81,6 +72,11 @@ async def test_smaller_numbers_have_nearly_those_scores(colbert: RecordingEngine
     ):
         found = await colbert.score(QUERY, [*given, rows[0], DOCUMENTS[1]])
         np.testing.assert_allclose(found.scores, [*expected, *expected[:2]], rtol=error)
+
+
+def _int8(rows: Any) -> Vectors:
+    scales = np.abs(rows).max(axis=1) / 127
+    return Vectors(np.rint(rows / scales[:, None]).astype(np.int8), scales)
 
 
 async def test_they_are_normalized_ranked_and_returned(colbert: RecordingEngine, vectors: Any) -> None:
@@ -118,9 +114,17 @@ async def test_bi_encoders_take_one_vector_a_text(checkpoints: SharedCheckpoints
             await engine.score(query, [rows[0], rows[:2]])
 
 
-def _bad(dim: int) -> dict[str, Any]:
-    good = np.zeros((2, dim), dtype=np.float32)
-    return {
+@pytest.mark.parametrize("has_kernels", [True, False])
+async def test_what_cannot_be_scored_is_refused_by_name(
+    colbert: RecordingEngine, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(documents_module.kernels, "is_available", lambda: False)
+    elif not documents_module.kernels.is_available():
+        pytest.skip("this processor cannot run the kernel")
+    dim = colbert.model.tasks["token_embed"].dim
+    good = np.ones((2, dim), dtype=np.float32)
+    wrong: dict[str, Any] = {
         rf"has the shape \[2, 3\].*\[tokens, {dim}\]": np.zeros((2, 3), dtype=np.float32),
         r"has the shape \[0, ": good[:0],
         "NaN or infinite": np.where(np.arange(2 * dim).reshape(2, dim) == 3, np.nan, good),
@@ -132,19 +136,7 @@ def _bad(dim: int) -> dict[str, Any]:
         "leave them out": Vectors(good, np.ones(2)),
         "has 71 vectors, and at most 70 are taken.*raise max_vectors": np.zeros((71, dim), dtype=np.int8),
     }
-
-
-@pytest.mark.parametrize("has_kernels", [True, False])
-async def test_what_cannot_be_scored_is_refused_by_name(
-    colbert: RecordingEngine, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_kernels:
-        monkeypatch.setattr(documents_module.kernels, "is_available", lambda: False)
-    elif not documents_module.kernels.is_available():
-        pytest.skip("this processor cannot run the kernel")
-    dim = colbert.model.tasks["token_embed"].dim
-    good = np.ones((2, dim), dtype=np.float32)
-    for reason, bad in _bad(dim).items():
+    for reason, bad in wrong.items():
         with pytest.raises(errors.InvalidRequestError, match=r"^documents\[1\] .*" + reason):
             await colbert.score(QUERY, [good, bad])
         with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] .*" + reason):
@@ -153,10 +145,7 @@ async def test_what_cannot_be_scored_is_refused_by_name(
         assert list(found.errors) == [1]
         assert re.search(reason, found.errors[1])
         assert found.scores[0] == found.scores[2]
-    with pytest.raises(
-        errors.InvalidRequestError,
-        match=r"documents\[1\] is neither a string nor an array nor a picture but int",
-    ):
+    with pytest.raises(errors.InvalidRequestError, match=r"documents\[1\] is neither a string .* but int"):
         await colbert.score(QUERY, [good, 7])  # type: ignore[list-item]
 
 
@@ -471,9 +460,7 @@ async def test_another_model_refuses_it(engines: Engines, stanford_colbert: str,
     weights[name] = weights[name] * 1.001
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     changed = await engines(EngineConfig(model=str(other), threads=1))
-    with pytest.raises(
-        errors.InvalidRequestError, match=r"queries\[0\] was encoded by another model"
-    ) as refused:
+    with pytest.raises(errors.InvalidRequestError, match="was encoded by another model") as refused:
         await changed.score(rows, DOCUMENTS)
     assert refused.value.param == "queries"
 

@@ -1,12 +1,14 @@
 """Listwise prompts: which documents share one, what it says, and which of its tokens count."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.listwise import ListwisePlan, in_blocks, listwise_prompt, merge_blocks
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
+from maxsimd.engine.requests import CUT_LONG, Truncation
 from maxsimd.scheduler import ResultSlot
 from tests.unit.engine.processors.small_models import (
     DOCUMENT,
@@ -34,17 +36,10 @@ RULES = rules()
 
 
 def score(
-    queries: list[str],
-    documents: list[str],
-    truncation: Truncation = REFUSE_LONG,
-    *,
-    ranked_by: ListwiseRules = RULES,
-    instruction: str | None = None,
-    default: str | None = None,
-    max_tokens: int = 5000,
+    *texts: Any, ranked_by: ListwiseRules = RULES, default: Any = None, max_tokens: int = 5000, **options: Any
 ) -> ListwisePlan:
     described = model(score_task="rank", listwise=ranked_by, instruction=default, max_tokens=max_tokens)
-    request = score_request(queries, documents, truncation, instruction=instruction)
+    request = score_request(*texts, **options)
     plan = processors(described).scores.prepare(request, request_ids())
     assert isinstance(plan, ListwisePlan)
     return plan
@@ -110,9 +105,6 @@ def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     assert plan.truncated == 3, "the query, and two documents"
     pairs = score([words(3)] * 2, [document(3), document(4)], limits)
     assert pairs.truncated == 3, "both queries, and a document"
-
-
-def test_a_document_asked_for_in_windows_is_cut_and_counted() -> None:
     windows = Truncation(max_tokens=-1, windows=True)
     plan = score(["w1"], [document(11), document(10)], windows)
     assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
@@ -132,18 +124,13 @@ def test_a_prompt_that_does_not_fit_the_context_is_halved() -> None:
     read = [ids(2, DOCUMENT + 2 * i) for i in range(5)]
     assert texts_of(halved) == [[*read[:2], ids(1, 1)], [*read[2:], ids(1, 1)]]
     assert halved.num_blocks == (2,)
-
-
-def test_the_request_s_and_the_model_s_limits_bound_the_context() -> None:
     documents = ["w2", "w3"]
     room = prompt_length("w1", documents)
     assert len(score(["w1"], documents, Truncation(max_tokens=room)).sequences) == 1
     assert len(score(["w1"], documents, Truncation(max_tokens=room - 1)).sequences) == 2
     assert len(score(["w1"], documents, max_tokens=room - 1).sequences) == 2
     alone = prompt_length("w1", ["w2"])
-    with refused(
-        "documents", f"^a pass over one document has {alone} tokens, but at most {alone - 1} can be"
-    ):
+    with refused("documents", f"^a pass over one document has {alone} tokens, but at most {alone - 1}"):
         score(["w1"], ["w2"], max_tokens=alone - 1)
 
 

@@ -1,5 +1,4 @@
-"""Long texts are tokenised in pieces of bounded length, which are cut only where that is proven: exactly, no
-further than needed, and between other work."""
+"""Long texts are tokenized in pieces, which are cut only where that is proven, between other work."""
 
 import functools
 import logging
@@ -107,7 +106,7 @@ TEMPLATE = ScoreTemplate(("query: {{ query }} passage: {{ document }}",))
 ENDLESS = "x" * (LONGEST_PIECE + 1)
 
 
-def test_text_without_breaks_is_refused_with_a_remedy() -> None:
+def test_text_without_breaks_is_refused_or_cut_off() -> None:
     for kind, text, remedy in (
         (bert, ENDLESS, "put spaces or line breaks into it"),
         (llama_2, "a " * LONGEST_PIECE, "split the text"),
@@ -119,6 +118,10 @@ def test_text_without_breaks_is_refused_with_a_remedy() -> None:
             list(tokenizer.read(text, "text"))
     for cut_into in (piece_bounds, piece_bounds_backwards):
         assert list(cut_into(ENDLESS[1:], PIECE, None)) == [(0, LONGEST_PIECE)]
+    expected = whole("bert", "word " * 500).tolist()
+    for text, side in ((f"{'word ' * 1000}{ENDLESS}", "right"), (f"{ENDLESS}{' word' * 1000}", "left")):
+        (tokens,) = text_tokenizer(bert).encode([text], "documents", 500, side)  # type: ignore[arg-type]
+        assert tokens.tolist() == expected
 
 
 KINDS_OF_SCORES = pytest.mark.parametrize(
@@ -159,13 +162,6 @@ def test_the_text_that_cannot_be_cut_is_named(described: LoadedModel, truncation
     embedded = EmbedRequest(task="token_embed", texts=((8, 9), "w1", ENDLESS))
     with pytest.raises(InvalidRequestError, match=r"^input\[2\] holds more than"):
         processors(described).embedding.prepare(embedded, request_ids())
-
-
-def test_text_without_breaks_may_be_cut_off() -> None:
-    expected = whole("bert", "word " * 500).tolist()
-    for text, side in ((f"{'word ' * 1000}{ENDLESS}", "right"), (f"{ENDLESS}{' word' * 1000}", "left")):
-        (tokens,) = text_tokenizer(bert).encode([text], "documents", 500, side)  # type: ignore[arg-type]
-        assert tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen", "llama_2"])

@@ -1,5 +1,4 @@
-"""Which characters the tokens of a text stand for, with the tokenizers of published models, and to which
-chunk of a document each belongs."""
+"""Characters that a text's tokens stand for, and the chunk of a document that each belongs to."""
 
 import unicodedata
 from itertools import pairwise
@@ -124,9 +123,6 @@ def test_texts_are_the_chunks_of_one_document() -> None:
     for texts, chunks, late, param in REFUSED:
         with refused(param, "."):
             as_document(texts, chunks, late)
-
-
-def test_chunks_that_repeat_a_text_too_often_are_refused() -> None:
     spans = np.array([(0, 1)], dtype=np.int32)
     assert len(passages_of("a", spans, ((0, 1),) * 8)) == 8
     with pytest.raises(InvalidRequestError, match="overlap less"):

@@ -34,9 +34,6 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
     for values in (1, 1000):
         with pytest.raises(ZeroDivisionError):
             await run_in_thread_if_large(values, lambda: 1 // 0)
-
-
-def test_numbers_in_arrays_are_less_work_than_as_many_values() -> None:
     assert Values([0.5] * 501, {}).work == 501
     assert Values([np.zeros((1, 384), np.float32)] * 10, {}).work == 19
     assert Values([np.zeros((512, 128), np.float32)] * 2, {}).work == 655

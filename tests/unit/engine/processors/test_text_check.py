@@ -1,5 +1,4 @@
-"""The check of preprocessing at load: what is switched off in a copy of the code is noticed, and the result
-is remembered for as long as nothing changes that it depends on."""
+"""The check of preprocessing at load notices each fault, and its result is remembered."""
 
 import json
 from collections.abc import Callable
@@ -67,9 +66,7 @@ def _other_template(patch: Patch, model: LoadedModel) -> LoadedModel:
 
 
 def _without_instruction(patch: Patch, model: LoadedModel) -> None:
-    patch.setattr(
-        ProcessorContext, "with_instruction", lambda self, request: replace(request, instruction=None)
-    )
+    patch.setattr(ProcessorContext, "with_instruction", lambda _, request: replace(request, instruction=None))
 
 
 def _stripped(patch: Patch, model: LoadedModel) -> None:
@@ -198,12 +195,7 @@ _NO_SYSTEM = (
     ids=["prompt", "instruction", "both", "prompt in a chat", "no system role"],
 )
 def test_prompts_of_pairs_are_read_as_the_library_does(
-    build: Build,
-    settings: dict[str, Any],
-    template: str | None,
-    options: dict[str, Any],
-    checkpoints: SharedCheckpoints,
-    tmp_path: Path,
+    build: Build, settings: Any, template: Any, options: Any, checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
     folder = checkpoints.copy(build, tmp_path / "copy")
     file = folder / "config_sentence_transformers.json"

@@ -1,5 +1,4 @@
-"""Single texts: their tokens, their role's prompt and length, what fills them up, what is not pooled. For
-every way to prepare a request: what an error names, and the shortest sequences."""
+"""Single texts: tokens, prompts, lengths, expansion and pooled tokens; errors and shortest sequences."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -17,7 +16,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.processors.embedding import EmbeddingPlan
 from maxsimd.engine.processors.pages import OpenContent
-from maxsimd.engine.processors.registry import Processors, check_room, shortest_sequences
+from maxsimd.engine.processors.registry import check_room, shortest_sequences
 from maxsimd.engine.processors.text.builder import LongInputs, TextBuilder
 from maxsimd.engine.processors.text.tokenization import PART_TEXTS, TextTokenizer, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
@@ -51,12 +50,7 @@ ROLES = {
 }
 
 
-def embed(
-    made: Processors,
-    texts: list[str | tuple[int, ...]],
-    truncation: Truncation = REFUSE_LONG,
-    **options: str,
-) -> EmbeddingPlan:
+def embed(made: Any, texts: Any, truncation: Truncation = REFUSE_LONG, **options: str) -> EmbeddingPlan:
     request = EmbedRequest(texts=tuple(texts), task="embed", truncation=truncation, **options)  # type: ignore[arg-type]
     return made.embedding.prepare(request, request_ids())
 
@@ -88,9 +82,6 @@ def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
     limited = processors(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
     plan = embed(limited, [words(9)], input_type="query", prompt_name="named")
     assert tokens_of(plan) == [[CLS, *ids(1, 900), *ids(2), SEP]], "with the other rules of the role"
-
-
-def test_a_prompt_that_the_model_lacks_is_refused() -> None:
     for described, named in ((model(**ROLES), "named, query"), (model(), "none")):
         with refused("prompt_name", f"'other'; this model has: {named}"):
             embed(processors(described), ["a"], prompt_name="other")
@@ -104,6 +95,17 @@ def test_texts_and_token_ids_come_out_in_their_order() -> None:
     for input_type, role in (("document", Role.DOCUMENT), ("query", Role.QUERY), (None, Role.TEXT)):
         plan = embed(processors(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
         assert plan.sequences[0].payload.role is role
+    given_ids = tuple(range(20, 29))
+    assert one(RoleRules(prompt="query: "), given_ids) == (list(given_ids), None, 9, 0)
+    assert one(RoleRules(max_tokens=6), given_ids) == (list(given_ids[:6]), None, 6, 0)
+    with pytest.raises(InvalidRequestError, match="has 9 tokens, but at most 8"):
+        one(RoleRules(), given_ids, max_tokens=8)
+    cut = one(RoleRules(), given_ids, Truncation(max_tokens=8, side="left"))
+    assert cut == (list(given_ids[1:]), None, 8, 1)
+    assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
+    for wrong in ((), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)):
+        with refused("input", rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
+            one(RoleRules(), wrong)
 
 
 def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
@@ -124,9 +126,6 @@ def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
         assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
         with refused("truncate_prompt_tokens", r"^2 tokens leave no room beside 2 special tokens$"):
             embed(made, [words(5)], Truncation(max_tokens=2))
-
-
-def test_a_role_s_own_length_cuts_without_counting_as_truncation() -> None:
     rules = RoleRules(max_tokens=6)
     assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
     assert one(rules, words(5)) == ([CLS, *ids(4), SEP], None, 6, 0)
@@ -136,26 +135,10 @@ def test_a_role_s_own_length_cuts_without_counting_as_truncation() -> None:
     assert one(RoleRules(max_tokens=1), words(9)) == ([CLS, SEP], None, 2, 0)
 
 
-def test_token_ids_are_run_as_they_are_and_obey_the_same_limits() -> None:
-    given_ids = tuple(range(20, 29))
-    assert one(RoleRules(prompt="query: "), given_ids) == (list(given_ids), None, 9, 0)
-    assert one(RoleRules(max_tokens=6), given_ids) == (list(given_ids[:6]), None, 6, 0)
-    with pytest.raises(InvalidRequestError, match="has 9 tokens, but at most 8"):
-        one(RoleRules(), given_ids, max_tokens=8)
-    cut = one(RoleRules(), given_ids, Truncation(max_tokens=8, side="left"))
-    assert cut == (list(given_ids[1:]), None, 8, 1)
-    assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
-    for wrong in ((), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)):
-        with refused("input", rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
-            one(RoleRules(), wrong)
-
-
 def test_a_text_without_any_token_is_refused() -> None:
     assert one(RoleRules(), "")[0] == [CLS, SEP]
     for truncation in (Truncation(), Truncation(windows=True)):
-        builder = TextBuilder(
-            tokenizer(special_tokens=False), RoleRules(), LongInputs(truncation, 9, 0), "input"
-        )
+        builder = TextBuilder(tokenizer(False), RoleRules(), LongInputs(truncation, 9, 0), "input")
         with refused("input", r"^input\[3\] has no tokens; leave it out$"):
             builder.windows(builder.encode([""])[0], 3)
 
@@ -176,24 +159,18 @@ def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> 
     assert types.tolist() == [0] * 6
 
 
-def test_tokens_of_the_skip_list_are_not_pooled() -> None:
+def test_what_is_not_pooled() -> None:
     rules = RoleRules(skipped_ids=np.array([*ids(1, 1), SEP]))
     assert one(rules, words(4)) == ([CLS, *ids(4), SEP], [0, 1, 3, 4], 6, 0)
     assert one(RoleRules(skipped_ids=np.array([MASK])), words(4))[1] is None
     rules = RoleRules(prompt="query: ", pool_prompt=False, skipped_ids=np.array([SEP]))
     assert one(rules, words(2))[1] == [2, 3], "beside a prompt that is not pooled"
-
-
-def test_a_prompt_may_be_left_out_of_what_is_pooled() -> None:
     rules = RoleRules(prompt="query: w900 ", pool_prompt=False)
     assert one(rules, words(2)) == ([CLS, QUERY_PROMPT, *ids(1, 900), *ids(2), SEP], [3, 4, 5], 6, 0)
     assert one(RoleRules(prompt="query: w900 "), words(2))[1] is None
     assert one(RoleRules(pool_prompt=False), words(2))[1] is None, "without a prompt everything is pooled"
     # Token ids are the caller's own: they have no prompt.
     assert one(rules, (20, 21, 22, 23, 24))[1] is None
-
-
-def test_a_text_that_is_cut_within_its_prompt_is_pooled_whole() -> None:
     rules = RoleRules(prompt="query: w900 w901 ", pool_prompt=False)
     # Of [CLS] and three tokens of the prompt nothing is left to pool but [SEP].
     assert one(rules, words(2), Truncation(max_tokens=5))[1] == [4]
@@ -262,9 +239,6 @@ def test_texts_become_tokens_and_tokens_texts() -> None:
     assert made.vocabulary_size == VOCABULARY
     in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
     assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
-
-
-def test_the_tokenizers_own_padding_and_truncation_do_not_count() -> None:
     original = fast_tokenizer()
     original.backend_tokenizer.enable_padding(length=9)
     original.backend_tokenizer.enable_truncation(4)
@@ -319,7 +293,7 @@ PROMPTED = model(
 )
 
 
-def test_each_role_has_a_shortest_sequence_of_its_own() -> None:
+def test_model_and_step_must_hold_the_shortest_sequences() -> None:
     expanded = RoleRules("query: w1 ", expansion=Expansion(4, MASK, True, fixed=False))
     # Of a template without an instruction of its own, and of one with two words in its place.
     templated = MODELS["pairs by a template"]
@@ -341,9 +315,6 @@ def test_each_role_has_a_shortest_sequence_of_its_own() -> None:
         for own in (None, "w1 w2")
     )
     assert instructed["a query with one document"] == plain["a query with one document"] + 4
-
-
-def test_model_and_step_must_hold_the_shortest_sequence() -> None:
     too_long = r"^a text of 'small' has at least 6 tokens .* the longest input is 5 tokens"
     for chunked in (True, False):
         check_room(PROMPTED, tokenizer(), 6, chunked)

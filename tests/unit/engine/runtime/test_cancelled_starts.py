@@ -1,5 +1,4 @@
-"""Starts and stops that are cancelled, and starts that fail: they end what they began, and the engine can be
-started again."""
+"""Starts and stops that are cancelled or fail end what they began, and can be repeated."""
 
 import asyncio
 import subprocess

@@ -16,7 +16,6 @@ import pytest
 
 from maxsimd.engine import Engine, EngineConfig, EngineDeadError
 from maxsimd.engine import runtime as launch_module
-from maxsimd.engine import runtime as running_module
 from maxsimd.engine.actors import runner as scoring_module
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scheduler import StuckDeviceError, Watchdog
@@ -142,7 +141,7 @@ async def test_the_dead_are_freed_before_loads(monkeypatch: pytest.MonkeyPatch, 
         raise RuntimeError("beyond repair")
 
     # pytest keeps what is logged, and with it the frames of the error.
-    monkeypatch.setattr(running_module.log, "critical", lambda *_, **__: None)
+    monkeypatch.setattr(launch_module.log, "critical", lambda *_, **__: None)
     async with Engine(config) as engine:
         old = weakref.ref(engine.device_model.model.backbone)
         devices = _device_threads()
@@ -181,11 +180,6 @@ async def test_a_start_that_is_stuck_can_be_given_up(
     await engine.stop()
 
 
-def _entries(folder: Path) -> int:
-    with sqlite3.connect(folder / "maxsimd-embeddings.sqlite3", timeout=20) as connection:
-        return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
-
-
 async def test_the_next_start_finds_what_was_cached_on_disk(
     sticking: Sticking, tmp_path: Path, config: EngineConfig
 ) -> None:
@@ -199,7 +193,8 @@ async def test_the_next_start_finds_what_was_cached_on_disk(
         assert second.scores == first.scores
         assert second.usage.cached_tokens > 0
         await engine.score("capital of France", ["a third"])
-    assert _entries(tmp_path) == 3
+    with sqlite3.connect(tmp_path / "maxsimd-embeddings.sqlite3", timeout=20) as connection:
+        assert connection.execute("SELECT count(*) FROM entries").fetchone() == (3,)
 
 
 @pytest.fixture
@@ -230,9 +225,6 @@ def test_a_device_is_stuck_after_the_timeout_without_a_sign(steps: Any) -> None:
     with pytest.raises(StuckDeviceError, match="no progress for 3 seconds") as stuck:
         watchdog.tick(1.0)
     assert stuck.value.__notes__ == ["where it stands"]
-
-
-def test_another_models_turn_is_not_held_against_a_step(steps: Any) -> None:
     turns = Turns()
     own, another = turns.join(1.0), turns.join(1.0)
     watchdog = Watchdog(3, steps, str, own)
@@ -242,7 +234,7 @@ def test_another_models_turn_is_not_held_against_a_step(steps: Any) -> None:
     assert _ticks_until_stuck(watchdog, 9) == 3
 
 
-def test_first_steps_and_large_ones_may_take_longer(steps: Any) -> None:
+async def test_large_steps_may_take_longer_and_all_without_a_timeout(steps: Any) -> None:
     """Ten times the timeout before a step was seen, and 20 times what is expected of a slow device."""
     steps.step_times = StepTimes()
     assert Watchdog(3, steps, str).allowance == 30
@@ -250,9 +242,6 @@ def test_first_steps_and_large_ones_may_take_longer(steps: Any) -> None:
     for work, expected in ((100, 10.0), (10, 1.0), (0, 1.0)):
         steps.running_work = work
         assert Watchdog(3, steps, str).allowance == 20 * expected
-
-
-async def test_with_a_timeout_of_0_nothing_is_watched(steps: Any) -> None:
     watchdog = Watchdog(0, steps, str)
     assert watchdog.allowance == math.inf
     async with asyncio.timeout(20):

@@ -1,5 +1,4 @@
-"""The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages, and the
-stores of what it holds between steps."""
+"""The document scorer against plain MaxSim, and the stores of what it holds between steps."""
 
 import random
 from collections import Counter, defaultdict
@@ -214,8 +213,7 @@ def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
     ],
 )
 def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype, takes_int8: bool) -> None:
-    """New ones, which are rounded and staged if they have a key, their duplicates, hits, and cached ones, of
-    queries of two requests: those of one key and query to the same bits."""
+    """New, duplicate and cached ones of two requests: those of one key and query to the same bits."""
     draw, cache = random.Random(0), cache_of(precision)
     queries = {1: rows(1, 2), 2: rows(2, 4), 3: rows(3, 1)}
     keys = [None, b"one", None, b"three", b"four", None]
@@ -310,8 +308,7 @@ def test_int8_is_decoded_for_similarities_that_are_not_of_tokens(similarity: str
 
 @pytest.mark.parametrize("later_first", [False, True])
 def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
-    """The step is tried again in halves, with one window in each. With late delivery, the half that completes
-    the document may be committed first."""
+    """A step is tried again in halves, of which the one that completes the document may be first."""
     ours = scorer()
     slot = ResultSlot(7, 0)
     windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]

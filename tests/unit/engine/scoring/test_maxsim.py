@@ -31,9 +31,7 @@ from tests.unit.pairs import Pairs, pairs_of
 
 pytestmark = pytest.mark.fast
 
-needs_the_kernel = pytest.mark.skipif(
-    not kernels.is_available(), reason="this processor cannot run the kernel"
-)
+needs_the_kernel = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run it")
 BACKENDS = [
     pytest.param(maxsim_reference, id="reference"),
     pytest.param(maxsim_tiled, id="tiled"),
@@ -183,9 +181,7 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert caplog.messages == [f"plain torch runs in place of kernels for this GPU, because {advice}"]
     with pytest.raises(ValueError, match=re.escape(f"'triton' cannot run on this cuda; {advice}")):
         choose_maxsim("triton", GPU)
-    with pytest.raises(
-        ModelLoadError, match=re.escape(f"by triton cannot run on this cuda in float32; {advice}")
-    ):
+    with pytest.raises(ModelLoadError, match=re.escape(f"cannot run on this cuda in float32; {advice}")):
         choose_attention("triton", None, GPU, torch.float32, False)  # type: ignore[arg-type]
 
 
@@ -257,7 +253,7 @@ def _dot(q: list[float], d: list[float]) -> float:
     return sum(a * b for a, b in zip(q, d, strict=True))
 
 
-def of_similarity(similarity: str, query: torch.Tensor, document: torch.Tensor) -> float:
+def by_hand(similarity: str, query: torch.Tensor, document: torch.Tensor) -> float:
     q, d = query.tolist(), document.tolist()
     match similarity:
         case "dot":
@@ -289,9 +285,7 @@ def test_a_similarity_follows_its_definition(
     scores = score_pairs(similarity, q, d, pairs, maxsim_reference)
     assert scores.dtype is torch.float32
     assert scores.shape == (len(pairs),)
-    assert scores.tolist() == pytest.approx(
-        [of_similarity(similarity, q[i], d[j]) for i, j in pairs], abs=1e-4
-    )
+    assert scores.tolist() == pytest.approx([by_hand(similarity, q[i], d[j]) for i, j in pairs], abs=1e-4)
 
 
 def test_edges_of_similarities() -> None:
@@ -300,7 +294,7 @@ def test_edges_of_similarities() -> None:
     none, two = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))
     for similarity in ("cosine", "dot"):
         [score] = score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist()
-        expected = of_similarity(similarity, values[:1].float(), values[1:].float())
+        expected = by_hand(similarity, values[:1].float(), values[1:].float())
         assert score == pytest.approx(expected, abs=1e-5)
     for similarity in ("maxsim", "meanmaxsim"):
         assert score_pairs(similarity, none, two, pairs_of([(0, 0)]), maxsim_reference).tolist() == [0.0]

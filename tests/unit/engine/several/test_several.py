@@ -1,12 +1,11 @@
-"""Several models in one process: each scores as alone, what befalls one is no other's business, and they
-share what one device has: its time by weight, its thread, memory for caches, a registry."""
+"""Several models in one process: each scores as alone, and they share a device by weight."""
 
 import asyncio
 import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +23,7 @@ from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.requests import Truncation
 from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.waiting import until, wait_for
+from tests.waiting import Clock, until, wait_for
 
 # Engines belong to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,9 +75,6 @@ async def test_each_scores_as_alone(
             assert alone._running is not None
             assert alone._running._device.turn is None, "an engine by itself waits for no turn"
         assert (await both[name].score(query, documents)).scores == expected
-
-
-async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pairs: list[Pair]) -> None:
     documents = [pair.document[:99] for pair in pairs[:20]][::-1]
     query = pairs[0].query
     plain = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")])
@@ -272,7 +268,7 @@ async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
         assert (await score).scores
 
 
-async def test_caches_share_what_one_would_take(config: EngineConfig) -> None:
+async def test_caches_and_threads_are_shared(config: EngineConfig) -> None:
     def limits(engines: Engines) -> list[int]:
         return [engines[name].metrics.cache._memory.limit >> 20 for name in engines.names]  # type: ignore[union-attr]
 
@@ -283,17 +279,12 @@ async def test_caches_share_what_one_would_take(config: EngineConfig) -> None:
         assert limits(engines) == [whole // 2, 7, whole // 2]
         await engines.drop("a")
         assert limits(engines) == [7, whole]
-
-
-async def test_another_number_of_threads_is_refused_and_said(config: EngineConfig) -> None:
-    async with Engines({"a": config}) as engines:
-        with pytest.raises(
-            errors.ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"
-        ):
-            await engines.load("b", replace(config, threads=2))
-        await engines.drop("a")
-        await engines.load("b", replace(config, threads=2))
-        assert (await engines["b"].score("a", ["b"])).scores
+        with pytest.raises(errors.ModelLoadError, match="is 1 for those that are there, and 2 for this one"):
+            await engines.load("c", replace(config, threads=2))
+        await engines.drop("own")
+        await engines.drop("b")
+        await engines.load("c", replace(config, threads=2))
+        assert (await engines["c"].score("a", ["b"])).scores
 
 
 def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
@@ -380,14 +371,6 @@ async def test_loads_and_drops_lose_nothing(cycles: int, pairs: list[Pair], conf
         await asyncio.gather(traffic, return_exceptions=True)
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def _model(turn: Turn, clock: Clock, draw: random.Random, longest: float) -> None:
     """Runs steps of up to so many seconds one after the other."""
     while True:
@@ -445,11 +428,15 @@ async def test_overlapping_steps_are_paid_for_once_by_a_weight() -> None:
 
 
 async def test_whoever_is_cancelled_holds_up_nobody() -> None:
+    async def hold(turn: Turn) -> None:
+        async with turn:
+            await asyncio.sleep(0)
+
     turns = Turns(Clock())
     members = [turns.join(1.0) for _ in range(3)]
     draw = random.Random(1)
     for _ in range(100):
-        tasks = [asyncio.create_task(_hold(turn)) for turn in members]
+        tasks = [asyncio.create_task(hold(turn)) for turn in members]
         for _ in range(draw.randrange(8)):
             await asyncio.sleep(0)
         gone = draw.choice(tasks)
@@ -459,8 +446,3 @@ async def test_whoever_is_cancelled_holds_up_nobody() -> None:
             await asyncio.gather(*left)
             await asyncio.gather(gone, return_exceptions=True)
         assert turns.holder is None
-
-
-async def _hold(turn: Turn) -> None:
-    async with turn:
-        await asyncio.sleep(0)

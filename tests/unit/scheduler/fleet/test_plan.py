@@ -1,5 +1,4 @@
-"""Which member of a fleet takes which documents of a request and which slot, and what becomes of a request's
-parts when members die, are full, or answer with errors."""
+"""Members' documents and slots, and the fate of a request's parts when members die or are full."""
 
 import random
 
@@ -20,18 +19,12 @@ def digests(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
 
 
-def test_a_digest_is_of_the_text_alone() -> None:
+def test_documents_have_owners_with_equal_shares() -> None:
     assert fleets.digest_of("a") == fleets.digest_of("a") != fleets.digest_of("b")
     assert 0 <= fleets.digest_of("\ud800") < 2**64, "half a surrogate pair is a text too"
-
-
-def test_owners_have_equal_shares() -> None:
     owned = np.bincount(fleets.ranked(digests(80_000), range(8))[:, 0])
     assert owned.min() > 9_500
     assert owned.max() < 10_500
-
-
-def test_a_new_member_takes_its_share_and_moves_no_more() -> None:
     for count in (1, 2, 3, 8, 40):
         before, after = (fleets.ranked(digests(20_000), range(n))[:, 0] for n in (count, count + 1))
         moved = before != after
@@ -155,14 +148,11 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     assert (after[after > load] <= most).all()
 
 
-def test_a_document_with_room_at_its_owner_goes_there() -> None:
+def test_documents_go_to_their_owner_while_it_has_room() -> None:
     numbers, tokens = digests(40), np.full(40, 10, dtype=np.int64)
     owners = fleets.ranked(numbers, range(4))[:, 0]
     for part in parts_of(numbers, tokens, np.zeros(4, dtype=np.int64), fleets.Split.BY_OWNER, 300):
         assert (owners[part.indices] == part.members[0].slot).all()
-
-
-def test_a_small_request_goes_to_the_owner_of_most_of_it() -> None:
     numbers = digests(5)
     owners = fleets.ranked(numbers, range(4))[:, 0]
     tokens = np.where(owners == owners[0], 100, 10)
@@ -210,9 +200,6 @@ def test_seen_documents_weigh_little_while_their_member_lives() -> None:
     assert seen.weights(survivor, numbers, tokens).tolist() == [100, 100, 100]
     other = fleets.Reach(fleets.Cell(1, (fleets.Member(8, "m8", "f"),)))
     assert seen.weights(other, numbers, tokens).tolist() == [100, 100, 100]
-
-
-def test_documents_of_free_slots_are_looked_for_where_they_go() -> None:
     full, partial = fleets.cells_of(fleet(9), 8)
     reach, seen, numbers = fleets.Reach(partial, full), fleets.Seen(1_000), digests(200)
     seen.remember(fleets.Reach(full), numbers.tolist(), full.members[0])
@@ -220,11 +207,12 @@ def test_documents_of_free_slots_are_looked_for_where_they_go() -> None:
     assert (weights == np.where(partial.is_owned(numbers), 100, 2)).all()
 
 
-def test_one_that_comes_has_what_it_wants_where_nobody_has_it() -> None:
+def test_whoever_comes_or_is_one_too_many_takes_a_free_slot() -> None:
     assert free_slot(3, [0, 1, 2]) == 3
     assert free_slot(3, [0, 1, 3, 4]) == 2
     assert free_slot(0, []) == 0
     assert free_slot(1, [0, 1]) == 2
+    assert agreed_slots({"a": 0, "b": 2, "c": 8}, 8) == {"a": 0, "b": 2, "c": 1}
 
 
 @settings(max_examples=40)
@@ -243,10 +231,6 @@ def test_all_agree_on_different_slots_and_stay_with_them(wanted: list[int], size
 def test_free_slots_are_left_free_where_no_cell_closes(slots: set[int]) -> None:
     mine = {f"m{slot}": slot for slot in slots}
     assert agreed_slots(mine, 8) == mine
-
-
-def test_whoever_is_in_a_cell_too_many_takes_a_free_slot() -> None:
-    assert agreed_slots({"a": 0, "b": 2, "c": 8}, 8) == {"a": 0, "b": 2, "c": 1}
 
 
 # A request's parts
@@ -285,7 +269,7 @@ def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
     assert not attempts.answered(sends[(7,)].attempt)
 
 
-def test_a_part_without_room_is_tried_once_elsewhere() -> None:
+def test_retries_are_few_where_there_is_no_room_or_budget() -> None:
     attempts = fleets.Attempts([part(0), part(1)], fleets.RetryBudget())
     first, other = attempts.begin()
     [second] = attempts.full(first.attempt, 3.0, MEMBERS)
@@ -294,9 +278,6 @@ def test_a_part_without_room_is_tried_once_elsewhere() -> None:
     assert (failed.error.kind, failed.error.retry_after) == ("full", 3.0)
     assert failed.cancelled == (other.attempt,)
     assert attempts.full(other.attempt, 1.0, MEMBERS) == []
-
-
-def test_retries_are_limited_by_a_budget_and_by_who_is_left() -> None:
     budget = fleets.RetryBudget(share=0.1, spare=2.0)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(11):
@@ -375,7 +356,7 @@ def test_what_was_never_sent_counts_for_nothing() -> None:
     assert attempts.is_over
 
 
-def test_a_member_that_does_not_answer_is_no_suspicion() -> None:
+def test_whole_parts_are_suspected_and_silent_members_are_not() -> None:
     for spare, most, said in ((2.0, 2, "too many"), (9.0, 3, "did not answer while they had this request")):
         attempts = fleets.Attempts([part(0, 1)], fleets.RetryBudget(spare=spare))
         sends = attempts.begin()
@@ -383,9 +364,6 @@ def test_a_member_that_does_not_answer_is_no_suspicion() -> None:
             sends = sent(attempts.unanswered(sends[0].attempt, MEMBERS[:1]))
             assert [(each.member.name, each.is_suspect) for each in sends] == [("m0", False)]
         assert said in fails(attempts.unanswered(sends[0].attempt, MEMBERS[:1])).error.message
-
-
-def test_a_whole_part_is_suspected_but_not_halved() -> None:
     attempts = fleets.Attempts([part(0, 1, 2, 3, is_whole=True)], fleets.RetryBudget())
     sends = attempts.begin()
     for lost in (1, 2):
