@@ -1,7 +1,7 @@
 """Answers of handlers: a status, headers and a body, whole or line by line. Errors have one shape, and a
 status for each class."""
 
-import json
+import gzip
 import math
 import re
 import time
@@ -32,6 +32,9 @@ from maxsimd.engine.workers import run_in_thread_if_large
 
 # So many characters of a text are as much work as an item of an answer, a score or a number.
 _CHARACTERS_AN_ITEM = 200
+
+# gzip in Accept-Encoding, unless its weight is 0.
+_TAKES_GZIP = re.compile(r"(?:\bgzip\b|\*)(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))", re.IGNORECASE)
 
 # Answers are data: caches must not keep them, and browsers must not show them as pages.
 _ALWAYS = {
@@ -75,6 +78,13 @@ class Answer:
         is_told = "x-maxsimd-warnings" in self.headers
         return self if is_told else self.with_warnings(warnings)
 
+    def readable_with(self, accept_encoding: str) -> "Answer":
+        """Returns the answer, decompressed if the client does not take gzip."""
+        if "Content-Encoding" not in self.headers or _TAKES_GZIP.search(accept_encoding):
+            return self
+        headers = {name: value for name, value in self.headers.items() if name != "Content-Encoding"}
+        return replace(self, headers=headers, body=gzip.decompress(self.body))
+
     def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
         """Returns the answer with the headers that every answer has and with `more`."""
         said = {name.lower() for name in self.headers}
@@ -97,7 +107,8 @@ async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0)
 
 def json_page(page: Any, status: int = 200) -> Answer:
     """A JSON page for people and programs, with spaces."""
-    return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(page).encode())
+    encoded = msgspec.json.format(msgspec.json.encode(page), indent=0)
+    return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, encoded)
 
 
 def new_id(prefix: str) -> str:

@@ -1,6 +1,6 @@
 """The routes that classify: /classify and text-embeddings-inference's /predict."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.embeddings import check_labels, encode_entries
-from maxsimd.api.handlers.route import TeiHeaders, post_texts
+from maxsimd.api.handlers.route import Group, Shown, TeiHeaders, post_texts
 from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
@@ -20,7 +20,24 @@ from maxsimd.api.reading import (
     warnings_of,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import Common, Direction, HubOptions, Name, Positive, Sequences, Texts, Usage, Warned
+from maxsimd.api.wire import (
+    AlwaysList,
+    Common,
+    Created,
+    Id,
+    Index,
+    Model,
+    ModelField,
+    Options,
+    Positive,
+    Sequences,
+    Texts,
+    Truncate,
+    TruncationDirection,
+    UsageField,
+    Warned,
+    about,
+)
 from maxsimd.engine import InvalidRequestError
 
 # Texts, their second texts if they are pairs, and whether there are many.
@@ -34,60 +51,70 @@ class ClassifyRequest(Common, kw_only=True):
     """vLLM's; Infinity's has `raw_scores`, which its client always sends."""
 
     input: Texts
-    use_activation: bool | None = None
-    raw_scores: bool | None = None
+    use_activation: Annotated[
+        bool | None, about("Give probabilities; false gives logits. Default: true.", True)
+    ] = None
+    raw_scores: Annotated[
+        bool | None, about("Infinity's: give all labels, as logits if true. Default: vLLM's shape.", False)
+    ] = None
 
 
 class PredictParameters(msgspec.Struct, kw_only=True):
-    """How logits become scores, and how many labels a text gets."""
-
-    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
-    top_k: Positive | None = None
+    function_to_apply: Annotated[
+        Literal["sigmoid", "softmax", "none"] | None,
+        about("How logits become scores. Default: as the model says.", "softmax"),
+    ] = None
+    top_k: Annotated[Positive | None, about("Number of labels a text gets. Default: all.", 1)] = None
 
 
 class PredictRequest(msgspec.Struct, kw_only=True):
     """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either. Hugging Face's has
     `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
 
-    model: Name | None = None
-    parameters: PredictParameters | None = None
-    options: HubOptions | None = None
+    model: ModelField = None
+    parameters: Annotated[PredictParameters | None, about("Hugging Face's options.")] = None
+    options: Options = None
     inputs: Sequences
-    raw_scores: bool | None = None
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
+    raw_scores: Annotated[bool | None, about("Give logits. Default: false.", False)] = None
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+
+
+_Label = Annotated[str, about("Label, as the model names it.", "positive")]
 
 
 class Classification(msgspec.Struct):
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
+    index: Index
+    label: _Label
+    probs: Annotated[list[float], about("Probability of each label, in the model's order.", [0.07, 0.93])]
+    num_classes: Annotated[int, about("Number of labels.", 2)]
 
 
 class ClassifyResponse(Warned):
-    id: str
-    created: int
-    model: str
-    data: list[Classification]
-    usage: Usage
-    object: str = "list"
+    """vLLM's: the best label of each text."""
+
+    id: Id
+    created: Created
+    model: Model
+    data: Annotated[list[Classification], about("The class of each text.")]
+    usage: UsageField
+    object: AlwaysList = "list"
 
 
 class LabelScore(msgspec.Struct):
-    score: float
-    label: str
+    score: Annotated[float, about("Probability, or a logit if the request asks for those.", 0.93)]
+    label: _Label
 
 
 class LabelsResponse(Warned):
     """Infinity's: all labels of each text, best first."""
 
-    id: str
-    created: int
-    model: str
-    data: list[list[LabelScore]]
-    usage: Usage
-    object: Literal["classify"] = "classify"
+    id: Id
+    created: Created
+    model: Model
+    data: Annotated[list[list[LabelScore]], about("The labels of each text, best first.")]
+    usage: UsageField
+    object: Annotated[Literal["classify"], about("Always `classify`.", "classify")] = "classify"
 
 
 async def classify(state: ServerState, body: ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
@@ -202,6 +229,15 @@ ROUTES = (
         ClassifyResponse,
         LabelsResponse,
         wanted=Wanted.CLASSES,
+        shown=Shown(Group.CLASSIFY, "Classify texts", {"input": ["I liked it.", "It was dull."]}),
     ),
-    post_texts("/predict", PredictRequest, sequences_of, predict, *PREDICTIONS, wanted=Wanted.CLASSES),
+    post_texts(
+        "/predict",
+        PredictRequest,
+        sequences_of,
+        predict,
+        *PREDICTIONS,
+        wanted=Wanted.CLASSES,
+        shown=Shown(Group.TEI, "Classify texts or pairs of texts", {"inputs": "I liked it."}),
+    ),
 )

@@ -3,7 +3,7 @@ vectors as numbers of 32 bits down to one, in JSON, in base64, or as a file of s
 
 import base64
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.handlers.route import Group, Shown, post_texts
 from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
@@ -28,7 +28,27 @@ from maxsimd.api.reading import (
     warnings_of,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import Common, Name, NotNegative, Positive, Texts, Usage, Warned
+from maxsimd.api.wire import (
+    DOCUMENTS,
+    NUMBERS_OR_BASE64,
+    QUERY,
+    AlwaysList,
+    Common,
+    Created,
+    Id,
+    Index,
+    InputType,
+    Model,
+    Name,
+    NotNegative,
+    OneVector,
+    Positive,
+    PromptName,
+    Texts,
+    UsageField,
+    Warned,
+    about,
+)
 from maxsimd.engine import (
     ClassifyResult,
     EmbedResult,
@@ -38,7 +58,7 @@ from maxsimd.engine import (
     TokenEmbedResult,
 )
 from maxsimd.engine.media import Content
-from maxsimd.engine.requests import InputType
+from maxsimd.engine.requests import InputType as EngineInputType
 from maxsimd.engine.workers import run_in_thread_if_large
 
 # Bytes of a number in an answer, as text and while it is made; and of a label.
@@ -69,58 +89,89 @@ _OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """A message of a chat. `content` is a text or content parts."""
+    """A message of a chat."""
 
-    role: Name
-    content: str | list[Any]
+    role: Annotated[Name, about("Role of the speaker, as the model's chat template knows it.", "user")]
+    content: Annotated[str | list[Any], about("Text, or parts with text or a picture.", QUERY)]
 
 
 class MuveraParameters(msgspec.Struct, kw_only=True):
-    """Parameters of the encoding muvera that are not the default. `d_proj` 0 projects nothing."""
+    """Parameters of the encoding muvera."""
 
-    k_sim: NotNegative | None = None
-    r_reps: Positive | None = None
-    d_proj: NotNegative | None = None
-    d_final: Positive | None = None
-    full_length: bool | None = None
-    seed: NotNegative | None = None
+    k_sim: Annotated[NotNegative | None, about("Bits of a region's number. Default: 3.", 3)] = None
+    r_reps: Annotated[Positive | None, about("Number of repetitions. Default: 40.", 40)] = None
+    d_proj: Annotated[
+        NotNegative | None, about("Numbers a region; 0: as many as a token vector has. Default: 32.", 32)
+    ] = None
+    d_final: Annotated[
+        Positive | None, about("Length that the vector is shortened to. Default: not shortened.", 2048)
+    ] = None
+    full_length: Annotated[
+        bool | None, about("Scale each region of a document to its tokens' length. Default: true.", True)
+    ] = None
+    seed: Annotated[NotNegative | None, about("Seed of the random numbers. Default: 0.", 0)] = None
 
 
 class EmbeddingsRequest(Common, kw_only=True):
     """Texts as `input`, or one text as the `messages` of a chat."""
 
     input: Texts = msgspec.UNSET
-    messages: list[Message] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    # Not taken.
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # 0 is for all, as Infinity's client sends it.
-    dimensions: NotNegative | None = None
-    # Voyage's.
-    output_dimension: Positive | None = None
-    encoding_format: Literal["float", "base64", "safetensors"] | None = None
-    # vLLM's, Voyage's and Jina's for the kind of numbers.
-    embed_dtype: Name | None = None
-    output_dtype: Name | None = None
-    embedding_type: Name | list[Name] | None = None
-    input_type: Name | None = None
-    task: Name | None = None
-    prompt_name: Name | None = None
-    # Voyage's.
-    truncation: bool | None = None
-    # Infinity's: what the strings of `input` are.
-    modality: Name | None = None
-    # Jina's and mixedbread's: vectors of length 1.
-    normalized: bool | None = None
-    # Jina's: `input` are the chunks of one document, or it is one text with these `chunks`.
-    late_chunking: bool | None = None
-    chunks: list[tuple[NotNegative, NotNegative]] | None = None
-    # One vector of a text's token vectors.
-    encoding: Literal["muvera"] | None = None
-    muvera: MuveraParameters | None = None
+    messages: Annotated[
+        list[Message] | None,
+        about("Chat, in place of `input`: the model's template makes one text of it."),
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, about("With `messages`: add the beginning of an answer. Default: false.", False)
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, about("With `messages`: leave the last message open. Default: false.", False)
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, about("With `messages`: add special tokens to the template's. Default: false.", False)
+    ] = None
+    chat_template: Annotated[str | None, about("Must be empty: the model's own template is used.", "")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, about("Must be empty: the model's own template is used.", {})
+    ] = None
+    dimensions: Annotated[
+        NotNegative | None, about("Length of the vectors; 0: the model's. Default: the model's.", 128)
+    ] = None
+    output_dimension: Annotated[Positive | None, about("Voyage's name of `dimensions`.", 128)] = None
+    encoding_format: Annotated[
+        Literal["float", "base64", "safetensors"] | None,
+        about("Lists, base64, or one file of all vectors. Default: float.", "float"),
+    ] = None
+    embed_dtype: Annotated[
+        Name | None, about(f"Number format: {', '.join(NUMBERS)}. Default: float32.", "float16")
+    ] = None
+    output_dtype: Annotated[Name | None, about("Voyage's name of `embed_dtype`.", "float")] = None
+    embedding_type: Annotated[
+        Name | list[Name] | None, about("Jina's name of `embed_dtype`; takes base64 too.", "float")
+    ] = None
+    input_type: InputType = None
+    task: Annotated[Name | None, about("Jina's name of `input_type`.", "retrieval.passage")] = None
+    prompt_name: PromptName = None
+    truncation: Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)] = (
+        None
+    )
+    modality: Annotated[
+        Name | None,
+        about("Infinity's: `input` has `text` or `image`. Default: text.", "text"),
+    ] = None
+    normalized: Annotated[
+        bool | None, about("Scale vectors to length 1. Default: as the model gives them.", True)
+    ] = None
+    late_chunking: Annotated[
+        bool | None, about("Read `input` as chunks of one document. Default: false.", False)
+    ] = None
+    chunks: Annotated[
+        list[tuple[NotNegative, NotNegative]] | None,
+        about("First and last character of each chunk of the one text in `input`.", [[0, 24]]),
+    ] = None
+    encoding: Annotated[
+        Literal["muvera"] | None, about("Make one vector of a text's token vectors. Default: no.", "muvera")
+    ] = None
+    muvera: Annotated[MuveraParameters | None, about("Parameters of the encoding muvera.")] = None
 
     def unused_fields(self) -> frozenset[str]:
         unused = set()
@@ -136,59 +187,94 @@ class EmbeddingsRequest(Common, kw_only=True):
 
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):
-    task: Literal["token_embed", "embed", "classify"] | None = None
-    use_activation: bool | None = None
+    task: Annotated[
+        Literal["token_embed", "embed", "classify"] | None,
+        about("What to give. Default: what the model is scored by.", "embed"),
+    ] = None
+    use_activation: Annotated[
+        bool | None, about("With task classify: apply the activation. Default: true.", True)
+    ] = None
+
+
+_Scales = Annotated[
+    Any,
+    about(
+        "Factor of an int8 vector, or of each.",
+        0.0031,
+        schema={"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]},
+    ),
+]
+_MATRIX = [[0.12, -0.05], [0.03, 0.4]]
 
 
 class Embedding(msgspec.Struct):
-    """Vectors in int8 have `scales`: the factor of each vector."""
-
-    index: int
-    embedding: Any
-    object: str = "embedding"
-    scales: Any = msgspec.UNSET
+    index: Index
+    embedding: OneVector
+    object: Annotated[str, about("Always `embedding`.", "embedding")] = "embedding"
+    scales: _Scales = msgspec.UNSET
 
 
 class MultiVector(msgspec.Struct):
-    index: int
-    embeddings: Any
-    object: str = "embeddings"
-    scales: Any = msgspec.UNSET
+    index: Index
+    embeddings: Annotated[
+        Any, about("A vector for each token, as lists or base64.", _MATRIX, schema=NUMBERS_OR_BASE64)
+    ]
+    object: Annotated[str, about("Always `embeddings`.", "embeddings")] = "embeddings"
+    scales: _Scales = msgspec.UNSET
 
 
 class Pooling(msgspec.Struct):
-    index: int
-    data: Any
-    object: str = "pooling"
-    scales: Any = msgspec.UNSET
+    index: Index
+    data: Annotated[
+        Any, about("Vector, vectors or probabilities, by the task.", _MATRIX, schema=NUMBERS_OR_BASE64)
+    ]
+    object: Annotated[str, about("Always `pooling`.", "pooling")] = "pooling"
+    scales: _Scales = msgspec.UNSET
 
 
 class Encoding(msgspec.Struct):
     """How vectors were made of token vectors. Only those with the same parameters can be compared."""
 
-    name: str
-    k_sim: int
-    r_reps: int
-    d_proj: int
-    d_final: int | None
-    full_length: bool
-    seed: int
+    name: Annotated[str, about("Name of the encoding.", "muvera")]
+    k_sim: Annotated[int, about("Bits of a region's number.", 3)]
+    r_reps: Annotated[int, about("Number of repetitions.", 40)]
+    d_proj: Annotated[int, about("Numbers a region; 0: as many as a token vector has.", 32)]
+    d_final: Annotated[int | None, about("Length that the vector was shortened to.", 2048)]
+    full_length: Annotated[bool, about("Whether regions were scaled to their tokens' length.", True)]
+    seed: Annotated[int, about("Seed of the random numbers.", 0)]
 
 
-class VectorsResponse(Warned):
-    """`data` are `Embedding`, `MultiVector` or `Pooling`."""
+class _Vectors(Warned, kw_only=True):
+    id: Id
+    created: Created
+    model: Model
+    data: Any
+    usage: UsageField
+    object: AlwaysList = "list"
+    encoding: Annotated[
+        Encoding | msgspec.UnsetType, about("Parameters of the encoding, if the request asks for one.")
+    ] = msgspec.UNSET
 
-    id: str
-    created: int
-    model: str
-    data: list[Any]
-    usage: Usage
-    object: str = "list"
-    encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
+
+class EmbeddingsResponse(_Vectors, kw_only=True):
+    data: Annotated[list[Embedding], about("A vector for each input.")]
 
 
-# Prefixes of the answers' ids.
-_PREFIXES = {Embedding: "embd", MultiVector: "multi-vector", Pooling: "pooling"}
+class MultiVectorResponse(_Vectors, kw_only=True):
+    data: Annotated[list[MultiVector], about("The vectors of each input.")]
+
+
+class PoolingResponse(_Vectors, kw_only=True):
+    data: Annotated[list[Pooling], about("What the task gives for each input.")]
+
+
+# The entries of an answer, its type, and the prefix of its id.
+_Item = type[Embedding] | type[MultiVector] | type[Pooling]
+_RESPONSES: dict[_Item, tuple[Any, str]] = {
+    Embedding: (EmbeddingsResponse, "embd"),
+    MultiVector: (MultiVectorResponse, "multi-vector"),
+    Pooling: (PoolingResponse, "pooling"),
+}
 
 
 class Encoded(msgspec.Struct, frozen=True):
@@ -292,7 +378,7 @@ def read_inputs_or_chat(request: EmbeddingsRequest, most: int) -> Inputs | Chat:
     )
 
 
-def input_type_of(value: str | None, param: str = "input_type") -> InputType | None:
+def input_type_of(value: str | None, param: str = "input_type") -> EngineInputType | None:
     """`query` or `document` for clients' names of them."""
     if value is None or value in _OTHER_TYPES:
         return None
@@ -303,7 +389,7 @@ def input_type_of(value: str | None, param: str = "input_type") -> InputType | N
     raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
 
 
-def _input_type_of_request(request: EmbeddingsRequest) -> InputType | None:
+def _input_type_of_request(request: EmbeddingsRequest) -> EngineInputType | None:
     """By `input_type`, or by Jina's `task`, which means something else on /pooling."""
     if request.input_type is None and not isinstance(request, PoolingRequest):
         return input_type_of(request.task, "task")
@@ -390,7 +476,7 @@ async def _vectors(
     inputs: Inputs | Chat,
     tenant: str,
     task: str,
-    item: type[Any],
+    item: _Item,
 ) -> Answer:
     """Answers in the numbers and the format that the request wants. JSON has an `item` for each text."""
     numbers, as_base64, model = _number_format_of(body), _wants_base64(body), state.model_name
@@ -420,18 +506,20 @@ async def _vectors(
         answer = Answer(200, {"Content-Type": _SAFETENSORS}, whole)
     else:
 
-        def build() -> VectorsResponse:
+        def build() -> _Vectors:
             all_encoded = [encode_vectors(each, numbers, as_base64) for each in vectors]
             data = [item(i, each.data, scales=each.scales) for i, each in enumerate(all_encoded)]
-            return VectorsResponse(
-                new_id(_PREFIXES[item]),
-                now(),
-                model,
-                data,
-                usage_of(result.usage),
+            response, prefix = _RESPONSES[item]
+            whole: _Vectors = response(
+                id=new_id(prefix),
+                created=now(),
+                model=model,
+                data=data,
+                usage=usage_of(result.usage),
                 warnings=warnings,
                 encoding=msgspec.UNSET if made_by is None else describe_encoding(made_by),
             )
+            return whole
 
         answer = await wire_answer(build, size)
     return answer.with_timings(result.timings).with_warnings(warnings)
@@ -573,9 +661,6 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or dim))
 
 
-_ANSWERS = (VectorsResponse, _SAFETENSORS)
-
-
 def wanted_vectors(state: ServerState, body: EmbeddingsRequest) -> Wanted:
     """Encodings are made of token vectors."""
     return Wanted.VECTORS if body.encoding is None else Wanted.TOKEN_VECTORS
@@ -588,9 +673,20 @@ def wanted_pooling(state: ServerState, body: PoolingRequest) -> Wanted:
     return _WANTED_OF_TASK.get(body.task or "", Wanted.VECTORS)
 
 
+_TEXTS = {"input": DOCUMENTS}
+
 ROUTES = (
     *(
-        post_texts(path, EmbeddingsRequest, read_inputs_or_chat, embeddings, *_ANSWERS, wanted=wanted_vectors)
+        post_texts(
+            path,
+            EmbeddingsRequest,
+            read_inputs_or_chat,
+            embeddings,
+            EmbeddingsResponse,
+            _SAFETENSORS,
+            wanted=wanted_vectors,
+            shown=Shown(Group.EMBED, "Embed texts, one vector each", _TEXTS),
+        )
         for path in ("/v1/embeddings", "/embeddings")
     ),
     post_texts(
@@ -598,8 +694,19 @@ ROUTES = (
         EmbeddingsRequest,
         read_inputs_or_chat,
         multi_vector,
-        *_ANSWERS,
+        MultiVectorResponse,
+        _SAFETENSORS,
         wanted=Wanted.TOKEN_VECTORS,
+        shown=Shown(Group.EMBED, "Embed texts, one vector a token", _TEXTS),
     ),
-    post_texts("/pooling", PoolingRequest, read_inputs_or_chat, pooling, *_ANSWERS, wanted=wanted_pooling),
+    post_texts(
+        "/pooling",
+        PoolingRequest,
+        read_inputs_or_chat,
+        pooling,
+        PoolingResponse,
+        _SAFETENSORS,
+        wanted=wanted_pooling,
+        shown=Shown(Group.EMBED, "Embed or classify texts, by task", _TEXTS | {"task": "embed"}),
+    ),
 )

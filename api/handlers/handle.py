@@ -1,5 +1,6 @@
 """One request from its arrival to its answer: id, key, route, errors, timing, log line and metrics."""
 
+import asyncio
 import functools
 import logging
 import math
@@ -8,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from maxsimd.api.answer import (
     Answer,
@@ -31,9 +33,9 @@ from maxsimd.api.handlers import (
     vendor_reranks,
 )
 from maxsimd.api.handlers.openapi import openapi_page
-from maxsimd.api.handlers.route import Body, Route, Work, get, refusal
+from maxsimd.api.handlers.route import Body, Group, Route, Shown, Work, get, refusal
 from maxsimd.api.logs import printable
-from maxsimd.api.pages import Page, playground, reference
+from maxsimd.api.pages import Page, docs, playground
 from maxsimd.api.state import RequestNotes, ServerState, TracedRequest
 from maxsimd.engine import EngineDeadError
 
@@ -42,20 +44,26 @@ async def playground_page(state: ServerState) -> Answer:
     return _page_answer(playground())
 
 
-async def reference_page(state: ServerState) -> Answer:
-    return _page_answer(reference())
+async def docs_page(state: ServerState) -> Answer:
+    # The first call makes the page.
+    return _page_answer(await asyncio.to_thread(docs))
 
 
 def _page_answer(page: Page) -> Answer:
     headers = {
         "Content-Type": "text/html; charset=utf-8",
+        "Content-Encoding": "gzip",
         "Content-Security-Policy": page.policy,
         "Cache-Control": "no-cache",
+        "Vary": "Accept-Encoding",
     }
-    return Answer(200, headers, page.html)
+    return Answer(200, headers, page.compressed_html)
 
 
-PAGE_ROUTES = (get("/", playground_page, "text/html"), get("/docs", reference_page, "text/html"))
+PAGE_ROUTES = (
+    get("/", playground_page, "text/html", shown=Shown(Group.OPERATE, "Playground, a page for browsers")),
+    get("/docs", docs_page, "text/html", shown=Shown(Group.OPERATE, "This reference, a page for browsers")),
+)
 
 
 async def openapi(state: ServerState) -> Answer:
@@ -96,7 +104,7 @@ _ALL = (
     *vendor_embeddings.OLLAMA_ROUTES,
     *tei.INVOCATION_ROUTES,
     *operating.ROUTES,
-    get("/openapi.json", openapi),
+    get("/openapi.json", openapi, dict[str, Any], shown=Shown(Group.OPERATE, "OpenAPI description")),
 )
 
 ROUTES = _works_by_path(_ALL, PAGE_ROUTES)
@@ -218,7 +226,9 @@ async def _answer(state: ServerState, incoming: _Incoming, request_id: str, send
                 raise refused
             if method == "POST" and not _is_model_change(state, method, route_of(path)):
                 state = state.for_request(incoming.notes, _model_in(path))
-            answer = await work(state, incoming.body, tenant)
+            answer = (await work(state, incoming.body, tenant)).readable_with(
+                headers.get("accept-encoding", "")
+            )
             if answer.lines is not None:
                 await sender.send(answer)
             return answer

@@ -9,12 +9,12 @@ several models rank in stages.
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import TeiHeaders, post_texts
+from maxsimd.api.handlers.route import Group, Shown, TeiHeaders, post_texts
 from maxsimd.api.models import SeveralModels, Wanted, find_model
 from maxsimd.api.reading import (
     as_item,
@@ -28,16 +28,31 @@ from maxsimd.api.reading import (
 )
 from maxsimd.api.state import ServerState, naming_lost_model
 from maxsimd.api.wire import (
+    DOCUMENTS,
+    QUERY,
+    AlwaysList,
     Content,
     Contents,
-    Direction,
+    Created,
+    Documents,
+    Id,
+    Index,
+    Milliseconds,
+    Model,
     Name,
     NotNegative,
     Positive,
+    Query,
+    RankFields,
+    RelevanceScore,
     Scoring,
-    Usage,
+    TopN,
+    Truncate,
+    TruncationDirection,
+    UsageField,
     Warned,
     Warnings,
+    about,
 )
 from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, ScoreResult, Truncation
 from maxsimd.engine import requests as engine_requests
@@ -69,13 +84,15 @@ _FOR_ALL_STAGES = ("truncation", "use_activation", "normalize", "cache", "priori
 
 
 class ScoreRequest(Scoring, kw_only=True):
-    queries: Contents | None = None
-    documents: Contents | None = None
-    items: Contents | None = None
-    text_1: Contents | None = None
-    text_2: Contents | None = None
-    data_1: Contents | None = None
-    data_2: Contents | None = None
+    """One query for all documents, or as many queries as documents."""
+
+    queries: Annotated[Contents | None, about("A query, or one for each document.", QUERY)] = None
+    documents: Documents | None = None
+    items: Annotated[Contents | None, about("Another name of `documents`.", DOCUMENTS)] = None
+    text_1: Annotated[Contents | None, about("vLLM's name of `queries`.", QUERY)] = None
+    text_2: Annotated[Contents | None, about("vLLM's name of `documents`.", DOCUMENTS)] = None
+    data_1: Annotated[Contents | None, about("vLLM's newer name of `queries`.", QUERY)] = None
+    data_2: Annotated[Contents | None, about("vLLM's newer name of `documents`.", DOCUMENTS)] = None
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -94,29 +111,48 @@ class ScoreRequest(Scoring, kw_only=True):
 
 
 class CascadeStage(msgspec.Struct, kw_only=True):
-    """A stage of a cascade: how many of the `model`'s best documents the next stage gets."""
+    """A stage of a cascade."""
 
-    model: Name
-    keep: Positive | None = None
-    instruction: str | None = None
+    model: Annotated[Name, about("Name of the model that ranks.", "all-MiniLM-L6-v2")]
+    keep: Annotated[
+        Positive | None, about("Number of best documents that the next stage gets. Not in the last.", 100)
+    ] = None
+    instruction: Annotated[
+        str | None, about("Instruction of this stage. Default: the request's.", "Find passages that answer.")
+    ] = None
+
+
+ReturnDocuments = Annotated[
+    bool | None,
+    about("Give the documents' texts. Default: true; false in shapes that are not Jina's or Cohere's.", True),
+]
 
 
 class RerankRequest(Scoring, kw_only=True):
     """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`. Voyage's has
     `top_k` or `truncation`, which others do not have. With a `cascade` several models rank."""
 
-    query: Content
-    documents: Contents | None = None
-    texts: list[str] | None = None
-    top_n: NotNegative | None = None
-    top_k: NotNegative | None = None
-    truncation: bool | None = None
-    return_documents: bool | None = None
-    return_text: bool | None = None
-    rank_fields: list[str] | None = None
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
-    cascade: list[CascadeStage] | None = None
+    query: Query
+    documents: Documents | None = None
+    texts: Annotated[
+        list[str] | None, about("text-embeddings-inference's name of `documents`.", DOCUMENTS)
+    ] = None
+    top_n: TopN = None
+    top_k: Annotated[NotNegative | None, about("Voyage's name of `top_n`.", 3)] = None
+    truncation: Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)] = (
+        None
+    )
+    return_documents: ReturnDocuments = None
+    return_text: Annotated[
+        bool | None, about("text-embeddings-inference's `return_documents`. Default: false.", True)
+    ] = None
+    rank_fields: RankFields = None
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+    cascade: Annotated[
+        list[CascadeStage] | None,
+        about("Stages, each with a model, on a server of several models. Default: one model ranks."),
+    ] = None
 
     def unused_fields(self) -> frozenset[str]:
         if self.texts is not None:
@@ -125,107 +161,135 @@ class RerankRequest(Scoring, kw_only=True):
 
 
 class WireExplanation(msgspec.Struct, omit_defaults=True):
-    """An `Explanation` with its best window as the `passage`. Empty parts are left out."""
+    """Why a document has its score. Empty parts are left out."""
 
-    tokens: int
-    truncated: bool
-    cached: bool
-    matches: tuple[TokenMatch, ...] = ()
-    windows: tuple[WindowScore, ...] = ()
-    passage: WindowScore | None = None
-    # A picture's map: rows for each vector of the query, null for a patch that takes no part.
-    maps: list[list[list[list[float | None]]]] = []
+    tokens: Annotated[
+        int, about("Tokens read of the document, with its query where both are read together.", 9)
+    ]
+    truncated: Annotated[bool, about("Whether the document was truncated.", False)]
+    cached: Annotated[bool, about("Whether all of it came from the cache.", False)]
+    matches: Annotated[
+        tuple[TokenMatch, ...], about("Late interaction: the best document token of each query vector.")
+    ] = ()
+    windows: Annotated[tuple[WindowScore, ...], about("The windows that a long document was read in.")] = ()
+    passage: Annotated[WindowScore | None, about("The best window.")] = None
+    maps: Annotated[
+        list[list[list[list[float | None]]]],
+        about(
+            "For each picture and query vector, rows of similarities; null for patches that take no part.",
+            [[[[0.31, 0.12], [0.08, None]]]],
+        ),
+    ] = []
+
+
+_EXPLAINED = about("Why the document has its score, with `explain`.")
 
 
 class Score(msgspec.Struct):
-    index: int
-    score: float
-    object: str = "score"
-    explanation: WireExplanation | msgspec.UnsetType = msgspec.UNSET
+    index: Index
+    score: RelevanceScore
+    object: Annotated[str, about("Always `score`.", "score")] = "score"
+    explanation: Annotated[WireExplanation | msgspec.UnsetType, _EXPLAINED] = msgspec.UNSET
 
 
 class DocumentError(msgspec.Struct):
-    """Why a document has no score."""
-
-    index: int
-    error: str
+    index: Index
+    error: Annotated[str, about("Why the document has no score.", "half of a character, like \\ud83d alone")]
 
 
 class ScoreScale(msgspec.Struct):
-    """How the model's outputs become scores, and the lowest and highest score, null for no bound."""
+    transform: Annotated[str, about("How the model's outputs become scores.", "maxsim")]
+    min: Annotated[float | None, about("Lowest score; null for no bound.", 0)]
+    max: Annotated[float | None, about("Highest score; null for no bound.", 1)]
 
-    transform: str
-    min: float | None
-    max: float | None
+
+ScaleField = Annotated[ScoreScale, about("What the scores mean.")]
 
 
 class Completeness(Warned, kw_only=True):
-    """The documents without a score, for requests that want them reported: those that ran out of time,
-    and those with an error."""
+    """The documents without a score, for requests that want them reported."""
 
-    complete: bool | msgspec.UnsetType = msgspec.UNSET
-    unscored: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
-    errors: list[DocumentError] | msgspec.UnsetType = msgspec.UNSET
+    complete: Annotated[
+        bool | msgspec.UnsetType,
+        about("With `on_timeout` partial: whether all documents have a score.", True),
+    ] = msgspec.UNSET
+    unscored: Annotated[
+        tuple[int, ...] | msgspec.UnsetType, about("The documents that ran out of time, by `index`.", [2, 3])
+    ] = msgspec.UNSET
+    errors: Annotated[
+        list[DocumentError] | msgspec.UnsetType, about("With `on_error` report: the bad documents.")
+    ] = msgspec.UNSET
 
 
 class ScoreResponse(Completeness):
-    id: str
-    created: int
-    model: str
-    data: list[Score]
-    usage: Usage
-    score_scale: ScoreScale
-    object: str = "list"
+    id: Id
+    created: Created
+    model: Model
+    data: Annotated[list[Score], about("A score for each document, in the request's order.")]
+    usage: UsageField
+    score_scale: ScaleField
+    object: AlwaysList = "list"
 
 
 class Document(msgspec.Struct):
-    text: str
+    text: Annotated[str, about("Text of the document.", DOCUMENTS[1])]
+
+
+DocumentText = Annotated[str | None, about("Text of the document, if the request asks for it.", DOCUMENTS[1])]
 
 
 class Ranked(msgspec.Struct, omit_defaults=True):
-    index: int
-    relevance_score: float
-    document: Document | None = None
-    explanation: WireExplanation | None = None
-    # In a cascade, the model that gave the score.
-    model: str | None = None
+    index: Index
+    relevance_score: RelevanceScore
+    document: Annotated[Document | None, about("The document, if it came as text.")] = None
+    explanation: Annotated[WireExplanation | None, _EXPLAINED] = None
+    model: Annotated[
+        str | None, about("In a cascade, the model that gave the score.", "all-MiniLM-L6-v2")
+    ] = None
 
 
 class StageDone(msgspec.Struct):
-    """A stage of a cascade: how many documents its model ranked, and how long that took."""
+    """A stage of a cascade."""
 
-    model: str
-    documents: int
-    milliseconds: float
+    model: Model
+    documents: Annotated[int, about("Number of documents that it ranked.", 100)]
+    milliseconds: Milliseconds
 
 
 class RerankResponse(Completeness, omit_defaults=True):
-    id: str
-    model: str
-    results: list[Ranked]
-    usage: Usage
-    meta: dict[str, Any]
-    score_scale: ScoreScale
-    stages: list[StageDone] | msgspec.UnsetType = msgspec.UNSET
+    """Jina's and Cohere's."""
+
+    id: Id
+    model: Model
+    results: Annotated[list[Ranked], about("The documents, best first.")]
+    usage: UsageField
+    meta: Annotated[
+        dict[str, Any],
+        about(
+            "What Cohere's clients read.", {"api_version": {"version": "2"}, "tokens": {"input_tokens": 27}}
+        ),
+    ]
+    score_scale: ScaleField
+    stages: Annotated[list[StageDone] | msgspec.UnsetType, about("The stages of a cascade.")] = msgspec.UNSET
 
 
 class TeiRanked(msgspec.Struct, omit_defaults=True):
-    index: int
-    score: float
-    text: str | None = None
+    index: Index
+    score: RelevanceScore
+    text: DocumentText = None
 
 
 class VoyageRanked(msgspec.Struct, omit_defaults=True):
-    index: int
-    relevance_score: float
-    document: str | None = None
+    index: Index
+    relevance_score: RelevanceScore
+    document: DocumentText = None
 
 
 class VoyageResponse(Warned, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[VoyageRanked]
-    model: str
-    usage: Usage
+    object: AlwaysList = "list"
+    data: Annotated[list[VoyageRanked], about("The documents, best first.")]
+    model: Model
+    usage: UsageField
 
 
 def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
@@ -718,11 +782,32 @@ RANKINGS = (RerankResponse, list[TeiRanked], VoyageResponse, LINES)
 
 ROUTES = (
     *(
-        post_texts(path, ScoreRequest, texts_to_score, score, ScoreResponse, LINES, wanted=Wanted.RANKING)
+        post_texts(
+            path,
+            ScoreRequest,
+            texts_to_score,
+            score,
+            ScoreResponse,
+            LINES,
+            wanted=Wanted.RANKING,
+            shown=Shown(
+                Group.RANK, "Score documents, in their order", {"queries": QUERY, "documents": DOCUMENTS}
+            ),
+        )
         for path in ("/score", "/v1/score")
     ),
     *(
-        post_texts(path, RerankRequest, texts_to_rank, rerank, *RANKINGS, wanted=wanted_ranking)
+        post_texts(
+            path,
+            RerankRequest,
+            texts_to_rank,
+            rerank,
+            *RANKINGS,
+            wanted=wanted_ranking,
+            shown=Shown(
+                Group.RANK, "Rank documents, best first", {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+            ),
+        )
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
 )

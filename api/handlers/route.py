@@ -8,6 +8,7 @@ import zlib
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -60,29 +61,56 @@ _LATE_SECONDS = 0.5
 _LONGEST_ESCAPE = 12
 
 
+class Group(StrEnum):
+    """The groups of routes in /openapi.json and /docs, in their order."""
+
+    RANK = "Rank and score"
+    EMBED = "Embed"
+    CLASSIFY = "Classify"
+    TOKENS = "Tokens"
+    TEI = "text-embeddings-inference"
+    COHERE = "Cohere"
+    OTHERS = "Other services"
+    OPERATE = "Operate"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How /openapi.json and /docs show a route: its group, a line about it, and a body to try."""
+
+    group: Group
+    summary: str
+    example: Any = None
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path, its methods and its work. /openapi.json has the type of its bodies (`kind`), those of its
+    """A path, its methods and its work. /openapi.json has the types of its bodies (`kinds`), those of its
     `answers` (types for JSON, or a media type), and its `status`."""
 
     path: str
     methods: tuple[str, ...]
     work: Work
-    kind: Any = None
-    answers: tuple[Any, ...] = (Any,)
+    shown: Shown
+    kinds: tuple[Any, ...] = ()
+    answers: tuple[Any, ...] = ()
     status: int = 200
 
 
-def get(path: str, handler: Callable[[ServerState], Awaitable[Answer]], *answers: Any) -> Route:
-    return Route(path, ("GET", "HEAD"), _without_body(handler), answers=answers or (Any,))
+def get(path: str, handler: Callable[[ServerState], Awaitable[Answer]], *answers: Any, shown: Shown) -> Route:
+    return Route(path, ("GET", "HEAD"), _without_body(handler), shown, answers=answers)
 
 
-def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Route:
-    return Route(path, ("DELETE",), _without_body(handler), answers=(), status=204)
+def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]], shown: Shown) -> Route:
+    return Route(path, ("DELETE",), _without_body(handler), shown, status=204)
 
 
 def post(
-    path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]], *answers: Any
+    path: str,
+    kind: type[T],
+    handler: Callable[[ServerState, T], Awaitable[Answer]],
+    *answers: Any,
+    shown: Shown,
 ) -> Route:
     """A route with a body that any model serves, while the server is ready."""
 
@@ -90,7 +118,7 @@ def post(
         return await handler(state, request)
 
     work = _with_body(path, kind, lambda request, most: None, handle, Wanted.ANYTHING)
-    return Route(path, ("POST",), work, kind, answers or (Any,))
+    return Route(path, ("POST",), work, shown, (kind,), answers)
 
 
 def post_texts(
@@ -100,10 +128,12 @@ def post_texts(
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
     *answers: Any,
     wanted: WantedOf,
+    shown: Shown,
+    kinds: tuple[Any, ...] = (),
 ) -> Route:
     """A route with a body for a handler that also gets the result of `read(request, max_documents)` and the
     tenant. Refuses a tenant that has used up its rate before reading. `wanted` chooses the model of a request
-    that names none."""
+    that names none. `kinds` are the types that a body of any fields may have."""
     handle = _with_body(path, kind, read, handler, wanted)
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
@@ -111,7 +141,7 @@ def post_texts(
         state.engine.check_rate(tenant)
         return await handle(state, body, tenant)
 
-    return Route(path, ("POST",), work, kind, answers or (Any,))
+    return Route(path, ("POST",), work, shown, kinds or (kind,), answers)
 
 
 def _with_body(

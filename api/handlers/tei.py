@@ -1,7 +1,7 @@
 """The routes that only text-embeddings-inference has: vectors, similarities and decoding in its shapes, lists
 without a frame; and SageMaker's /invocations, where the fields of a request tell what it wants."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -10,6 +10,8 @@ from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.classification import (
     PREDICTIONS,
     ClassifyRequest,
+    ClassifyResponse,
+    LabelsResponse,
     PredictRequest,
     classified_inputs,
     classify,
@@ -19,7 +21,9 @@ from maxsimd.api.handlers.classification import (
 from maxsimd.api.handlers.embeddings import (
     NORMALIZES_ANYWAY,
     EmbeddingsRequest,
+    EmbeddingsResponse,
     PoolingRequest,
+    PoolingResponse,
     check_embeddings,
     embeddings,
     encode_entries,
@@ -35,17 +39,42 @@ from maxsimd.api.handlers.rerank import (
     RANKINGS,
     RerankRequest,
     ScoreRequest,
+    ScoreResponse,
     rerank,
     score,
     texts_to_rank,
     texts_to_score,
 )
-from maxsimd.api.handlers.route import Fields, Form, TeiHeaders, answered_as, model_of, post, post_texts
+from maxsimd.api.handlers.route import (
+    Fields,
+    Form,
+    Group,
+    Shown,
+    TeiHeaders,
+    answered_as,
+    model_of,
+    post,
+    post_texts,
+)
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models import Wanted
 from maxsimd.api.reading import Inputs, as_inputs, check_count, check_token_ids, tei_truncation
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import Direction, HubOptions, Name, NotNegative, Positive, RequestBody, Texts
+from maxsimd.api.wire import (
+    DOCUMENTS,
+    QUERY,
+    InputType,
+    ModelField,
+    NotNegative,
+    Options,
+    Positive,
+    PromptName,
+    RequestBody,
+    Texts,
+    Truncate,
+    TruncationDirection,
+    about,
+)
 from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError, Truncation
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -57,54 +86,54 @@ _BYTES_A_WORD = 120
 class TeiTruncating(RequestBody, kw_only=True):
     """Options for long texts, and for the prompt before a text."""
 
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
-    prompt_name: Name | None = None
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+    prompt_name: PromptName = None
 
 
 class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
-    """Texts, or token ids. `model` chooses among several models; text-embeddings-inference has no such
-    field."""
+    """Texts, or token ids."""
 
-    model: Name | None = None
+    model: ModelField = None
     inputs: Texts
-    options: HubOptions | None = None
+    options: Options = None
 
 
 class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
-    normalize: bool | None = None
-    dimensions: Positive | None = None
+    normalize: Annotated[bool | None, about("Scale vectors to length 1. Default: true.", True)] = None
+    dimensions: Annotated[Positive | None, about("Length of the vectors. Default: the model's.", 128)] = None
 
 
 class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
-    """With `input_type`, which is ours alone, for models that read queries otherwise than documents."""
-
-    input_type: Name | None = None
+    input_type: InputType = None
 
 
 class SparseValue(msgspec.Struct):
-    """The weight of a word, by the id of its token."""
+    """The weight of a word."""
 
-    index: int
-    value: float
+    index: Annotated[int, about("Token id of the word.", 2054)]
+    value: Annotated[float, about("Weight of the word.", 1.3)]
 
 
 class Sentences(msgspec.Struct, kw_only=True):
-    source_sentence: str
-    sentences: list[str]
+    source_sentence: Annotated[str, about("Text to compare with the others.", QUERY)]
+    sentences: Annotated[list[str], about("Texts to compare it with.", DOCUMENTS)]
+
+
+_Parameters = Annotated[TeiTruncating | None, about("How sentences are read.")]
 
 
 class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
-    model: Name | None = None
-    inputs: Sentences
-    parameters: TeiTruncating | None = None
-    options: HubOptions | None = None
+    model: ModelField = None
+    inputs: Annotated[Sentences, about("A text, and those to compare it with.")]
+    parameters: _Parameters = None
+    options: Options = None
 
 
 class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
     """A request to `/` for vectors: texts as for /embed, or sentences as for /similarity."""
 
-    parameters: TeiTruncating | None = None
+    parameters: _Parameters = None
 
     def unused_fields(self) -> frozenset[str]:
         if isinstance(self.inputs, dict):
@@ -113,9 +142,13 @@ class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
 
 
 class TeiDecodeRequest(msgspec.Struct, kw_only=True):
-    model: Name | None = None
-    ids: list[NotNegative | list[NotNegative]]
-    skip_special_tokens: bool | None = None
+    model: ModelField = None
+    ids: Annotated[
+        list[NotNegative | list[NotNegative]], about("Token ids, or lists of them.", [[2054, 2003]])
+    ]
+    skip_special_tokens: Annotated[bool | None, about("Leave special tokens out. Default: true.", True)] = (
+        None
+    )
 
 
 def _truncation_of(state: ServerState, body: TeiTruncating) -> Truncation:
@@ -326,8 +359,19 @@ _VECTORS_OF_TEXTS = list[list[float]]
 _WEIGHTS = list[list[SparseValue]]
 _BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *RANKINGS, *PREDICTIONS)
 
+_INPUTS = {"inputs": DOCUMENTS}
+_SENTENCES = {"inputs": {"source_sentence": QUERY, "sentences": DOCUMENTS}}
+
 ROUTES = (
-    post_texts("/embed", TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS, wanted=Wanted.VECTORS),
+    post_texts(
+        "/embed",
+        TeiEmbedRequest,
+        _inputs_of,
+        embed,
+        _VECTORS_OF_TEXTS,
+        wanted=Wanted.VECTORS,
+        shown=Shown(Group.TEI, "Embed texts, one vector each", _INPUTS),
+    ),
     post_texts(
         "/embed_all",
         TeiEmbedAllRequest,
@@ -335,6 +379,7 @@ ROUTES = (
         embed_all,
         list[list[list[float]]],
         wanted=Wanted.TOKEN_VECTORS,
+        shown=Shown(Group.TEI, "Embed texts, one vector a token", _INPUTS),
     ),
     post_texts(
         "/embed_sparse",
@@ -343,12 +388,34 @@ ROUTES = (
         embed_sparse,
         _WEIGHTS,
         wanted=Wanted.SPARSE_VECTORS,
+        shown=Shown(Group.TEI, "Weigh the words of texts", _INPUTS),
     ),
     post_texts(
-        "/similarity", TeiSimilarityRequest, _sentences_of, similarity, list[float], wanted=Wanted.VECTORS
+        "/similarity",
+        TeiSimilarityRequest,
+        _sentences_of,
+        similarity,
+        list[float],
+        wanted=Wanted.VECTORS,
+        shown=Shown(Group.TEI, "Compare a text with others, by cosine", _SENTENCES),
     ),
-    post("/decode", TeiDecodeRequest, decode, list[str]),
-    post_texts("/", Fields, lambda fields, most: None, _answer_by_model, *_BY_KIND, wanted=_wanted),
+    post(
+        "/decode",
+        TeiDecodeRequest,
+        decode,
+        list[str],
+        shown=Shown(Group.TEI, "Join tokens to texts", {"ids": [[2054, 2003]]}),
+    ),
+    post_texts(
+        "/",
+        Fields,
+        lambda fields, most: None,
+        _answer_by_model,
+        *_BY_KIND,
+        wanted=_wanted,
+        kinds=(TeiVectorsRequest, RerankRequest, PredictRequest),
+        shown=Shown(Group.TEI, "Embed, rank or classify, as the model does", _INPUTS),
+    ),
 )
 
 
@@ -390,5 +457,21 @@ def _wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
 
 
 INVOCATION_ROUTES = (
-    post_texts("/invocations", Fields, lambda body, most: None, invocations, wanted=_wanted_by_fields),
+    post_texts(
+        "/invocations",
+        Fields,
+        lambda body, most: None,
+        invocations,
+        *(ScoreResponse, EmbeddingsResponse, PoolingResponse, ClassifyResponse, LabelsResponse, *_BY_KIND),
+        wanted=_wanted_by_fields,
+        kinds=(
+            *(RerankRequest, ScoreRequest, EmbeddingsRequest, PoolingRequest, ClassifyRequest),
+            *(TeiVectorsRequest, PredictRequest),
+        ),
+        shown=Shown(
+            Group.OTHERS,
+            "SageMaker: rank, score, embed or classify, by the fields",
+            {"query": QUERY, "documents": DOCUMENTS},
+        ),
+    ),
 )

@@ -1,14 +1,21 @@
 """The routes that show how the model reads a text: as tokens, and back."""
 
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
 from maxsimd.api.answer import Answer, wire_answer
-from maxsimd.api.handlers.route import post
+from maxsimd.api.handlers.route import Group, Shown, post
 from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import Name, NotNegative, RequestBody
+from maxsimd.api.wire import (
+    QUERY,
+    ModelField,
+    NotNegative,
+    RequestBody,
+    about,
+)
 from maxsimd.engine import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED, TextTokenizer
 
@@ -18,12 +25,16 @@ _MOST_CHARACTERS = 2_000_000
 class TokenizeRequest(RequestBody, kw_only=True):
     """vLLM's with `text` or `prompt`, text-embeddings-inference's with `inputs`."""
 
-    model: Name | None = None
-    text: str | None = None
-    prompt: str | None = None
-    inputs: str | list[str] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    model: ModelField = None
+    text: Annotated[str | None, about("Text of up to 2 million characters.", QUERY)] = None
+    prompt: Annotated[str | None, about("vLLM's name of `text`.", QUERY)] = None
+    inputs: Annotated[str | list[str] | None, about("text-embeddings-inference's texts.", [QUERY])] = None
+    add_special_tokens: Annotated[
+        bool | None, about("Add the model's special tokens. Default: true.", True)
+    ] = None
+    return_token_strs: Annotated[
+        bool | None, about("Give the tokens as strings too. Default: false.", True)
+    ] = None
 
     def unused_fields(self) -> frozenset[str]:
         if self.inputs is not None:
@@ -32,27 +43,40 @@ class TokenizeRequest(RequestBody, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """The tokens are lists that have been written already: of numbers, and of strings."""
-
-    tokens: msgspec.Raw
-    count: int
-    max_model_len: int
-    token_strs: msgspec.Raw | None = None
+    # Lists that are written already.
+    tokens: Annotated[
+        Any, about("Token ids.", [101, 2054, 102], schema={"type": "array", "items": {"type": "integer"}})
+    ]
+    count: Annotated[int, about("Number of tokens.", 3)]
+    max_model_len: Annotated[int, about("Most tokens that the model reads.", 512)]
+    token_strs: Annotated[
+        Any,
+        about(
+            "Tokens as strings, if the request asks for them.",
+            ["[CLS]", "what", "[SEP]"],
+            schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+        ),
+    ] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    tokens: list[NotNegative]
-    model: Name | None = None
+    tokens: Annotated[list[NotNegative], about("Token ids.", [2054, 2003])]
+    model: ModelField = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    text: Annotated[str, about("Text of the tokens.", "what is")]
+    prompt: Annotated[str, about("The same, as vLLM calls it.", "what is")]
 
 
 class TeiToken(msgspec.Struct):
-    """A token and the characters that it stands for; special ones stand for none."""
+    """A token and its characters; special ones have none."""
 
-    id: int
-    text: str
-    special: bool
-    start: int | None
-    stop: int | None
+    id: Annotated[int, about("Token id.", 2054)]
+    text: Annotated[str, about("Characters of the token.", "What")]
+    special: Annotated[bool, about("Whether the model adds it by itself.", False)]
+    start: Annotated[int | None, about("First character in the text.", 0)]
+    stop: Annotated[int | None, about("Character after the last.", 4)]
 
 
 async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
@@ -137,7 +161,7 @@ async def detokenize(state: ServerState, body: DetokenizeRequest) -> Answer:
     tokens, tokenizer = body.tokens, state.engine.tokenizer
     check_number_decoded(len(tokens), "tokens")
     text = await state.engine.in_thread(lambda: decoded(tokenizer, tokens, "tokens"), len(tokens))
-    return await wire_answer(lambda: {"text": text, "prompt": text}, 1, 2 * len(text))
+    return await wire_answer(lambda: DetokenizeResponse(text, text), 1, 2 * len(text))
 
 
 def check_number_decoded(number: int, param: str) -> None:
@@ -175,6 +199,19 @@ def decoded(
 
 
 ROUTES = (
-    post("/tokenize", TokenizeRequest, tokenize, TokenizeResponse, list[list[TeiToken]]),
-    post("/detokenize", DetokenizeRequest, detokenize, dict[str, str]),
+    post(
+        "/tokenize",
+        TokenizeRequest,
+        tokenize,
+        TokenizeResponse,
+        list[list[TeiToken]],
+        shown=Shown(Group.TOKENS, "Split a text into tokens", {"text": QUERY, "return_token_strs": True}),
+    ),
+    post(
+        "/detokenize",
+        DetokenizeRequest,
+        detokenize,
+        DetokenizeResponse,
+        shown=Shown(Group.TOKENS, "Join tokens to a text", {"tokens": [2054, 2003]}),
+    ),
 )

@@ -3,7 +3,7 @@ resemble."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,8 +18,8 @@ from maxsimd.api.handlers.embeddings import (
     in_unit_length,
     input_type_of,
 )
-from maxsimd.api.handlers.operating import show_version
-from maxsimd.api.handlers.route import get, post_texts
+from maxsimd.api.handlers.operating import Version, show_version
+from maxsimd.api.handlers.route import Group, Shown, get, post_texts
 from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
@@ -32,7 +32,25 @@ from maxsimd.api.reading import (
     with_request_field_names,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import Content, Name, NotNegative, Positive, Texts, Usage, Warned
+from maxsimd.api.wire import (
+    DOCUMENTS,
+    AlwaysList,
+    Content,
+    Id,
+    Index,
+    InputType,
+    Model,
+    ModelField,
+    Name,
+    NotNegative,
+    OneVector,
+    Positive,
+    Texts,
+    Truncate,
+    UsageField,
+    Warned,
+    about,
+)
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.media import Content as PictureContent
 
@@ -46,30 +64,63 @@ _NUMBERS: Mapping[str, Numbers] = {
     "ubinary": "ubinary",
 }
 
+# A picture of one pixel, and an input of parts.
+_PIXEL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
+_PARTS = [{"content": [{"type": "text", "text": DOCUMENTS[1]}]}]
+
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     """`texts`, or `images`, or, in the second version, `inputs` of content parts."""
 
-    model: Name | None = None
-    texts: list[str] | None = None
-    inputs: list[Content] | None = None
-    images: list[str] | None = None
-    input_type: Name | None = None
-    embedding_types: list[EmbeddingType] | None = None
-    output_dimension: Positive | None = None
-    truncate: Literal["NONE", "START", "END"] | None = None
+    model: ModelField = None
+    texts: Annotated[list[str] | None, about("Texts.", DOCUMENTS)] = None
+    inputs: Annotated[
+        list[Content] | None, about("Objects with `content`: parts with text or a picture.", _PARTS)
+    ] = None
+    images: Annotated[list[str] | None, about("Pictures, as data URLs.", [_PIXEL])] = None
+    input_type: Annotated[
+        Name | None, about("`search_query`, `search_document` or `image`.", "search_document")
+    ] = None
+    embedding_types: Annotated[
+        list[EmbeddingType] | None,
+        about("Number formats: float, base64, binary or ubinary. Default: float.", ["float"]),
+    ] = None
+    output_dimension: Annotated[
+        Positive | None, about("Length of the vectors. Default: the model's.", 128)
+    ] = None
+    truncate: Annotated[
+        Literal["NONE", "START", "END"] | None,
+        about("Side of long texts that loses tokens; NONE refuses them. Default: END.", "END"),
+    ] = None
 
 
 class CohereEmbedResponse(Warned, kw_only=True):
-    """`embeddings` are lists of numbers, or such lists by their type."""
-
-    id: str
-    embeddings: Any
-    texts: list[str]
-    meta: dict[str, Any]
-    response_type: Literal["embeddings_floats", "embeddings_by_type"]
+    id: Id
+    embeddings: Annotated[
+        Any,
+        about(
+            "Vectors; in version 2, or with `embedding_types`, by their number format.",
+            {"float": [[0.12, -0.05, 0.4]]},
+            schema={"anyOf": [{"type": "array"}, {"type": "object"}]},
+        ),
+    ]
+    texts: Annotated[list[str], about("The texts of the request.", DOCUMENTS)]
+    meta: Annotated[
+        dict[str, Any],
+        about(
+            "What Cohere's clients read.",
+            {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 27}},
+        ),
+    ]
+    response_type: Annotated[
+        Literal["embeddings_floats", "embeddings_by_type"],
+        about("Whether `embeddings` are lists or by number format.", "embeddings_by_type"),
+    ]
 
 
 class OllamaOptions(msgspec.Struct):
@@ -77,47 +128,48 @@ class OllamaOptions(msgspec.Struct):
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
-    model: Name | None = None
+    model: ModelField = None
     input: Texts
-    truncate: bool | None = None
-    # 0 is for all, as in Ollama.
-    dimensions: NotNegative | None = None
-    options: OllamaOptions | None = None
+    truncate: Truncate = None
+    dimensions: Annotated[
+        NotNegative | None, about("Length of the vectors; 0: the model's. Default: 0.", 128)
+    ] = None
+    options: Annotated[OllamaOptions | None, about("Not read: each is named in a warning.", {})] = None
 
 
 class OllamaEmbedResponse(Warned, kw_only=True):
     """Durations are in nanoseconds. The model is loaded before the server takes requests."""
 
-    model: str
-    embeddings: list[Any]
-    total_duration: int
-    load_duration: int = 0
-    prompt_eval_count: int
+    model: Model
+    embeddings: Annotated[list[Any], about("A vector of length 1 for each text.", [[0.12, -0.05, 0.4]])]
+    total_duration: Annotated[int, about("Time taken, in nanoseconds.", 12_500_000)]
+    load_duration: Annotated[int, about("Always 0: the model is loaded before.", 0)] = 0
+    prompt_eval_count: Annotated[int, about("Tokens of all texts.", 27)]
 
 
 class MultimodalRequest(msgspec.Struct, kw_only=True):
     """Inputs of parts: texts and pictures."""
 
-    inputs: list[Content]
-    model: Name | None = None
-    input_type: Name | None = None
-    truncation: bool | None = None
-    output_encoding: Literal["base64"] | None = None
+    inputs: Annotated[list[Content], about("Objects with `content`: parts with text or a picture.", _PARTS)]
+    model: ModelField = None
+    input_type: InputType = None
+    truncation: Truncate = None
+    output_encoding: Annotated[
+        Literal["base64"] | None, about("Give vectors as base64. Default: lists.", "base64")
+    ] = None
 
 
 class MultimodalEmbedding(msgspec.Struct, kw_only=True):
-    """A list of numbers, or base64 of float32."""
-
-    embedding: Any
-    index: int
-    object: Literal["embedding"] = "embedding"
+    embedding: OneVector
+    index: Index
+    object: Annotated[Literal["embedding"], about("Always `embedding`.", "embedding")] = "embedding"
 
 
 class MultimodalResponse(Warned, kw_only=True):
-    data: list[MultimodalEmbedding]
-    model: str
-    usage: Usage
-    object: Literal["list"] = "list"
+    data: Annotated[list[MultimodalEmbedding], about("A vector for each input.")]
+    model: Model
+    usage: UsageField
+    object: AlwaysList = "list"
 
 
 async def _cohere(
@@ -258,6 +310,11 @@ COHERE_ROUTES = tuple(
         partial(_cohere, version),
         CohereEmbedResponse,
         wanted=Wanted.VECTORS,
+        shown=Shown(
+            Group.COHERE,
+            f"Embed texts or pictures, version {version}",
+            {"texts": DOCUMENTS, "input_type": "search_document", "embedding_types": ["float"]},
+        ),
     )
     for version in ("1", "2")
 )
@@ -269,6 +326,7 @@ VOYAGE_ROUTES = (
         multimodal_embeddings,
         MultimodalResponse,
         wanted=Wanted.VECTORS,
+        shown=Shown(Group.OTHERS, "Voyage: embed texts and pictures", {"inputs": _PARTS}),
     ),
 )
 OLLAMA_ROUTES = (
@@ -279,6 +337,7 @@ OLLAMA_ROUTES = (
         ollama_embed,
         OllamaEmbedResponse,
         wanted=Wanted.VECTORS,
+        shown=Shown(Group.OTHERS, "Ollama: embed texts", {"input": DOCUMENTS}),
     ),
-    get("/api/version", show_version),
+    get("/api/version", show_version, Version, shown=Shown(Group.OTHERS, "Ollama: maxsimd's version")),
 )

@@ -2,18 +2,20 @@
 for documents without a score. Infinity's routes have a base URL of their own, /infinity, because requests to
 its /rerank do not say whose they are. Its other paths answer there as they do without it."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.operating import model_card
+from maxsimd.api.handlers.operating import ModelCard, model_card
 from maxsimd.api.handlers.rerank import (
     NOT_OF_TEI,
     OF_TEI,
     WINDOW_FIELDS,
+    DocumentText,
     Ranked,
     RerankRequest,
+    ReturnDocuments,
     TeiRanked,
     ToRank,
     ToScore,
@@ -27,11 +29,30 @@ from maxsimd.api.handlers.rerank import (
     texts_to_rank,
     with_scale,
 )
-from maxsimd.api.handlers.route import get, post_texts
+from maxsimd.api.handlers.route import Group, Shown, get, post_texts
 from maxsimd.api.models import Wanted
 from maxsimd.api.reading import as_items, check_count, warnings_of
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import Content, Contents, NotNegative, Scoring, Usage, Warned, Warnings
+from maxsimd.api.wire import (
+    DOCUMENTS,
+    QUERY,
+    AlwaysList,
+    Contents,
+    Created,
+    Documents,
+    Id,
+    Index,
+    Model,
+    Query,
+    RankFields,
+    RelevanceScore,
+    Scoring,
+    TopN,
+    UsageField,
+    Warned,
+    Warnings,
+    about,
+)
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
 
 INFINITY = "/infinity"
@@ -44,8 +65,10 @@ class RerankingRequest(RerankRequest, kw_only=True):
     """mixedbread's with `input`, llama.cpp's with `documents`, and text-embeddings-inference's with `texts`,
     which llama.cpp takes too."""
 
-    input: Contents | None = None
-    return_input: bool | None = None
+    input: Annotated[Contents | None, about("mixedbread's name of `documents`.", DOCUMENTS)] = None
+    return_input: Annotated[bool | None, about("mixedbread's `return_documents`. Default: false.", True)] = (
+        None
+    )
 
     def unused_fields(self) -> frozenset[str]:
         if self.input is not None:
@@ -54,97 +77,115 @@ class RerankingRequest(RerankRequest, kw_only=True):
 
 
 class MixedbreadRanked(msgspec.Struct, kw_only=True):
-    index: int
-    score: float
-    input: str | None = None
-    object: Literal["rank_result"] = "rank_result"
+    index: Index
+    score: RelevanceScore
+    input: DocumentText = None
+    object: Annotated[Literal["rank_result"], about("Always `rank_result`.", "rank_result")] = "rank_result"
 
 
 class MixedbreadResponse(Warned, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[MixedbreadRanked]
-    model: str
-    usage: Usage
-    top_k: int
-    return_input: bool
+    object: AlwaysList = "list"
+    data: Annotated[list[MixedbreadRanked], about("The documents, best first.")]
+    model: Model
+    usage: UsageField
+    top_k: Annotated[int, about("Number of results.", 2)]
+    return_input: Annotated[bool, about("Whether the results have texts.", True)]
 
 
 class LlamaCppResponse(Warned, kw_only=True):
     """Documents have no text, unless the request asks for it."""
 
-    model: str
-    object: Literal["list"] = "list"
-    usage: Usage
-    results: list[Ranked]
+    model: Model
+    object: AlwaysList = "list"
+    usage: UsageField
+    results: Annotated[list[Ranked], about("The documents, best first.")]
 
 
 class NvidiaRequest(Scoring, kw_only=True):
     """The path may name the model; then `model` is not read."""
 
-    query: Content
-    passages: Contents
-    top_k: NotNegative | None = None
-    truncate: Literal["NONE", "END"] | None = None
+    query: Query
+    passages: Annotated[Contents, about("Documents.", [{"text": text} for text in DOCUMENTS])]
+    top_k: TopN = None
+    truncate: Annotated[
+        Literal["NONE", "END"] | None,
+        about("Truncate long texts at the end; NONE refuses them. Default: as the server is set.", "END"),
+    ] = None
 
     def unused_fields(self) -> frozenset[str]:
         return frozenset() if self.truncate is None else WINDOW_FIELDS
 
 
 class NvidiaRanked(msgspec.Struct):
-    index: int
-    logit: float
+    index: Index
+    logit: RelevanceScore
 
 
 class NvidiaResponse(Warned, kw_only=True):
-    rankings: list[NvidiaRanked]
-    usage: Usage
+    rankings: Annotated[list[NvidiaRanked], about("The passages, best first.")]
+    usage: UsageField
 
 
 class DeepInfraRequest(Scoring, kw_only=True):
     """Pairs of a query and a document, or one query for all documents. The path names the model."""
 
-    queries: Contents
-    documents: Contents
+    queries: Annotated[Contents, about("A query, or one for each document.", [QUERY])]
+    documents: Documents
 
 
 class DeepInfraStatus(msgspec.Struct, kw_only=True):
-    status: Literal["succeeded"] = "succeeded"
-    runtime_ms: int
-    cost: float = 0.0
-    tokens_generated: int = 0
-    tokens_input: int
+    status: Annotated[Literal["succeeded"], about("Always `succeeded`.", "succeeded")] = "succeeded"
+    runtime_ms: Annotated[int, about("Time taken, in milliseconds.", 12)]
+    cost: Annotated[float, about("Always 0.", 0.0)] = 0.0
+    tokens_generated: Annotated[int, about("Always 0: nothing is generated.", 0)] = 0
+    tokens_input: Annotated[int, about("Tokens of all inputs.", 27)]
 
 
 class DeepInfraResponse(Warned, kw_only=True):
-    """`scores` are in the order of the documents."""
-
-    scores: list[float]
-    input_tokens: int
-    request_id: str
-    inference_status: DeepInfraStatus
+    scores: Annotated[list[float], about("Scores, in the order of the documents.", [2.1, 7.5])]
+    input_tokens: Annotated[int, about("Tokens of all inputs.", 27)]
+    request_id: Id
+    inference_status: Annotated[DeepInfraStatus, about("Time and tokens.")]
 
 
 class InfinityRequest(Scoring, kw_only=True):
-    query: Content
-    documents: Contents
-    top_n: NotNegative | None = None
-    return_documents: bool | None = None
-    rank_fields: list[str] | None = None
+    query: Query
+    documents: Documents
+    top_n: TopN = None
+    return_documents: ReturnDocuments = None
+    rank_fields: RankFields = None
 
 
 class InfinityRanked(msgspec.Struct):
-    relevance_score: float
-    index: int
-    document: str | None
+    relevance_score: RelevanceScore
+    index: Index
+    document: DocumentText
 
 
 class InfinityResponse(Warned, kw_only=True):
-    object: Literal["rerank"] = "rerank"
-    id: str
-    model: str
-    results: list[InfinityRanked]
-    usage: Usage
-    created: int
+    object: Annotated[Literal["rerank"], about("Always `rerank`.", "rerank")] = "rerank"
+    id: Id
+    model: Model
+    results: Annotated[list[InfinityRanked], about("The documents, best first.")]
+    usage: UsageField
+    created: Created
+
+
+class InfinityStats(msgspec.Struct):
+    queue_absolute: Annotated[int, about("Sequences that wait.", 0)]
+    results_pending: Annotated[int, about("Requests without an answer.", 0)]
+
+
+class InfinityCard(ModelCard, kw_only=True):
+    """A model, with its load."""
+
+    backend: Annotated[str, about("Always `torch`.", "torch")]
+    stats: Annotated[InfinityStats, about("Load of the model.")]
+
+
+class InfinityModels(msgspec.Struct, kw_only=True):
+    object: AlwaysList = "list"
+    data: Annotated[list[InfinityCard], about("The models.")]
 
 
 async def reranking(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
@@ -259,17 +300,15 @@ async def infinity(state: ServerState, body: InfinityRequest, texts: ToRank, ten
 
 
 async def infinity_models(state: ServerState) -> Answer:
-    return json_page({"object": "list", "data": [_infinity_card(state, name) for name in state.model_names]})
+    return json_page(InfinityModels(data=[_infinity_card(state, name) for name in state.model_names]))
 
 
-def _infinity_card(state: ServerState, name: str) -> dict[str, Any]:
+def _infinity_card(state: ServerState, name: str) -> InfinityCard:
     """Infinity's client takes no other owner, and shows the load."""
     load = state.serving(name, Wanted.ANYTHING).engine.stats()
-    return model_card(state, name) | {
-        "owned_by": "infinity",
-        "backend": "torch",
-        "stats": {"queue_absolute": load.waiting_sequences, "results_pending": load.open_requests},
-    }
+    about_model = msgspec.structs.asdict(model_card(state, name)) | {"owned_by": "infinity"}
+    stats = InfinityStats(load.waiting_sequences, load.open_requests)
+    return InfinityCard(**about_model, backend="torch", stats=stats)
 
 
 def _reranking_to_rank(request: RerankingRequest, most: int) -> ToRank:
@@ -284,6 +323,9 @@ def _pairs_to_score(request: DeepInfraRequest, most: int) -> ToScore:
     return as_items(request.queries, "queries"), as_items(request.documents, "documents")
 
 
+_QUERY_AND_DOCUMENTS = {"query": QUERY, "documents": DOCUMENTS}
+_PASSAGES = {"query": {"text": QUERY}, "passages": [{"text": text} for text in DOCUMENTS]}
+
 ROUTES = (
     *(
         post_texts(
@@ -293,6 +335,9 @@ ROUTES = (
             reranking,
             *(MixedbreadResponse, LlamaCppResponse, list[TeiRanked]),
             wanted=Wanted.RANKING,
+            shown=Shown(
+                Group.OTHERS, "llama.cpp and mixedbread: rank documents, best first", _QUERY_AND_DOCUMENTS
+            ),
         )
         for path in ("/reranking", "/v1/reranking")
     ),
@@ -304,6 +349,7 @@ ROUTES = (
             nvidia,
             NvidiaResponse,
             wanted=Wanted.RANKING,
+            shown=Shown(Group.OTHERS, "NVIDIA: rank passages, best first", _PASSAGES),
         )
         for path in ("/v1/ranking", "/v1/retrieval/{name}/reranking")
     ),
@@ -314,6 +360,11 @@ ROUTES = (
         deepinfra,
         DeepInfraResponse,
         wanted=Wanted.RANKING,
+        shown=Shown(
+            Group.OTHERS,
+            "DeepInfra: score documents, in their order",
+            {"queries": [QUERY], "documents": DOCUMENTS},
+        ),
     ),
 )
 
@@ -328,8 +379,17 @@ INFINITY_ROUTES = (
             infinity,
             InfinityResponse,
             wanted=Wanted.RANKING,
+            shown=Shown(Group.OTHERS, "Infinity: rank documents, best first", _QUERY_AND_DOCUMENTS),
         )
         for base in _INFINITY_BASES
     ),
-    *(get(f"{base}/models", infinity_models) for base in _INFINITY_BASES),
+    *(
+        get(
+            f"{base}/models",
+            infinity_models,
+            InfinityModels,
+            shown=Shown(Group.OTHERS, "Infinity: list the models"),
+        )
+        for base in _INFINITY_BASES
+    ),
 )

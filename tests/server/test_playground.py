@@ -228,8 +228,13 @@ def test_it_can_be_taken_to_a_shell_and_to_python(page: Page, server: Server, tm
     assert [line.split(" ", 1)[1] for line in ran.stdout.splitlines()] == [documents[i] for i in expected]
 
 
-def test_a_key_is_asked_for(browser: Browser, start_server: StartServer, bert_cross_encoder: str) -> None:
-    server = start_server(bert_cross_encoder, "--api-key", "secret")
+@pytest.fixture(scope="module")
+def server_with_key(module_starter: StartServer, bert_cross_encoder: str) -> Server:
+    return module_starter(bert_cross_encoder, "--api-key", "secret")
+
+
+def test_a_key_is_asked_for(browser: Browser, server_with_key: Server) -> None:
+    server = server_with_key
     assert httpx.get(server.url + "/").status_code == 200
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 401
     with opened(browser, server.url + "/") as watched:
@@ -263,16 +268,36 @@ def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:
 
 
 @ONE_OF_THE_VIEWS
-def test_the_reference_has_every_route(browser: Browser, server: Server, view: str) -> None:
+def test_the_reference_opens_a_route_and_tries_it(browser: Browser, server: Server, view: str) -> None:
+    policy = httpx.get(server.url + "/docs").headers["content-security-policy"]
+    assert "unsafe" not in policy
     paths = httpx.get(server.url + "/openapi.json").json()["paths"]
-    with opened(browser, server.url + "/docs", **VIEWS[view]) as watched:
+    with opened(browser, server.url + "/docs#/rerank", **VIEWS[view]) as watched:
         page = watched.page
-        expect(page.locator("#routes details")).to_have_count(sum(map(len, paths.values())))
-        page.fill("#find", "post /v2/rerank")
-        expect(page.locator("#routes details:visible")).to_have_count(1)
-        page.locator("#routes summary:visible").click()
-        opened_route = page.locator("#routes details:visible")
-        opened_route.get_by_text("max_tokens_per_doc").wait_for()
-        opened_route.get_by_text("Gives").first.wait_for()
+        route = page.locator(".opblock.is-open")
+        expect(route.locator(".opblock-summary-path")).to_have_text("/rerank")
+        expect(page.locator(".opblock")).to_have_count(sum(map(len, paths.values())))
+        route.get_by_role("tab", name="Schema").first.click()
+        route.get_by_text("Number of results. Default: all.").wait_for()
         assert not watched.serious_findings()
+        width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert width <= 0, "nothing stands outside"
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        expect(page.locator(".live-responses-table")).to_contain_text('"relevance_score"')
+        assert not watched.serious_findings()
+        page.get_by_placeholder("Filter").fill("/v2/rerank")
+        expect(page.locator(".opblock")).to_have_count(1)
         watched.check(server.url)
+
+
+def test_the_reference_keeps_the_key_in_memory(browser: Browser, server_with_key: Server) -> None:
+    with opened(browser, server_with_key.url + "/docs#/score") as watched:
+        page = watched.page
+        page.get_by_text("This server asks for an API key").wait_for()
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        expect(page.locator(".live-responses-table")).to_contain_text('"score_scale"')
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]

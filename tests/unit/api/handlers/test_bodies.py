@@ -13,7 +13,7 @@ import pytest
 from maxsimd.api.handlers.embeddings import EmbeddingsRequest
 from maxsimd.api.handlers.handle import route_of
 from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest
-from maxsimd.api.handlers.route import LARGE_BODY, post
+from maxsimd.api.handlers.route import LARGE_BODY, Group, Shown, post
 from maxsimd.api.reading import unread_fields
 from tests.unit.calling_handlers import (
     GOOD,
@@ -216,7 +216,7 @@ def test_a_route_learns_its_type_before_it_is_asked(monkeypatch: pytest.MonkeyPa
         return decoder(kind)
 
     monkeypatch.setattr(msgspec.json, "Decoder", learn)
-    post("/new", ScoreRequest, AsyncMock())
+    post("/new", ScoreRequest, AsyncMock(), shown=Shown(Group.RANK, "New"))
     assert learnt == [ScoreRequest]
 
 

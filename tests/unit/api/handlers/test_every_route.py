@@ -60,6 +60,32 @@ def _validator(page: Any, schema: Any) -> Any:
     return jsonschema.Draft202012Validator({**schema, "components": page["components"]})
 
 
+async def test_openapi_describes_every_field_with_a_fitting_example(page: Any) -> None:
+    parts = page["components"]
+    fields = [
+        (f"{kind}.{name}", field)
+        for kind, schema in parts["schemas"].items()
+        for name, field in schema.get("properties", {}).items()
+    ]
+    assert len(fields) > 300
+    for name, field in fields:
+        assert field.get("description", "").endswith("."), name
+        for example in field["examples"]:
+            assert example is not None or field["type"] == "null", name
+            _validator(page, field).validate(example)
+    operations = [operation for methods in page["paths"].values() for operation in methods.values()]
+    parameters = [each for operation in operations for each in operation.get("parameters", ())]
+    for each in (*parameters, *parts["headers"].values()):
+        assert each["description"].endswith(".")
+        assert each["example"]
+    for operation in operations:
+        assert operation["summary"]
+        assert {*operation["tags"]} <= {tag["name"] for tag in page["tags"]}
+        if "requestBody" in operation:
+            body = operation["requestBody"]["content"]["application/json"]
+            _validator(page, body["schema"]).validate(body["example"])
+
+
 async def test_every_route_answers_and_fits_its_schemas(engine: RecordingEngine, page: Any) -> None:
     for method, path in GOOD:
         operation = page["paths"][route_of(path)][method.lower()]
