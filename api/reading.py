@@ -55,7 +55,8 @@ _PICTURES = ("image", "image_url", "image_base64", "input_image")
 _TEXT_TYPES = ("text", "input_text")
 # Media that no model here reads.
 _OTHER_NAMES = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds")
-_OTHERS = (*_OTHER_NAMES, "file", "document")
+_MEDIA_NAMES = frozenset({*_PICTURES, *_OTHER_NAMES})
+_MEDIA_TYPES = frozenset({*_MEDIA_NAMES, "file", "document"})
 # Fields of an object that names a picture. `detail` has no effect.
 PICTURE_URL = ("url", "detail")
 # Fields of each kind of object. Clients may set any id.
@@ -115,6 +116,8 @@ def check_count(contents: Any, param: str, most: int) -> None:
 
 def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
     """Reads one or many contents."""
+    if isinstance(contents, list) and _are_texts(contents):
+        return [*contents]
     return [as_item(content, where, param, rank_fields) for where, content in _named(contents, param)]
 
 
@@ -125,7 +128,13 @@ def as_item(content: Content, where: str, param: str, rank_fields: RankFields | 
             return vectors_of(content, where, param)
         if has_pictures(content):
             return content_of(content, where, param)
+        return _text_of(content, where, param)
     return as_text(content, where, param, rank_fields)
+
+
+def _are_texts(values: list[Any]) -> bool:
+    """Whether all values are strings, without a look at each of thousands in Python."""
+    return set(map(type, values)) == {str}
 
 
 def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
@@ -146,6 +155,11 @@ def as_text(content: Content, where: str, param: str, rank_fields: RankFields | 
         return _record_text(content, rank_fields, where)
     if has_pictures(content):
         raise InvalidRequestError(f"{where} has a picture; only text can be read here", param)
+    return _text_of(content, where, param)
+
+
+def _text_of(content: dict[str, Any], where: str, param: str) -> str:
+    """The text of an object without pictures."""
     text = content.get("text", content.get("content"))
     if isinstance(text, list):
         return "\n".join(_part_text(part, where, param) for part in text)
@@ -282,7 +296,7 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if _is_token(value[0]) and all(_is_token(item) for item in value):
             return [value]
         check_count(value, param, most)
-        if all(isinstance(item, str) for item in value):
+        if _are_texts(value):
             return value
         if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}, {"image": ...}
             return [*as_texts_and_pictures(value, param)]
@@ -321,10 +335,12 @@ def _kind_of_input(value: Any) -> str | None:
 def as_texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
     """Reads contents as texts, or as pictures if they have some."""
     for where, value in _named(values, param):
-        if isinstance(value, dict) and has_pictures(value):
+        if isinstance(value, str):
+            yield value
+        elif has_pictures(value):
             yield content_of(value, where, param)
         else:
-            yield as_text(value, where, param)
+            yield _text_of(value, where, param)
 
 
 def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]:
@@ -405,11 +421,16 @@ def each_picture(content: Any) -> list[dict[str, Any]] | None:
 
 def _is_medium(part: Any) -> bool:
     """Whether a part is something else than text."""
-    return isinstance(part, dict) and (part.get("type") in (*_PICTURES, *_OTHERS) or _named_media(part))
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    return (isinstance(kind, str) and kind in _MEDIA_TYPES) or _named_media(part)
 
 
 def _named_media(part: dict[str, Any]) -> bool:
-    return any(part.get(name) is not None for name in (*_PICTURES, *_OTHER_NAMES))
+    if _MEDIA_NAMES.isdisjoint(part):  # as in nearly all of thousands
+        return False
+    return any(part.get(name) is not None for name in _MEDIA_NAMES)
 
 
 def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part]:
@@ -672,8 +693,8 @@ def _plain(name: str) -> str:
 def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Iterator[tuple[str, Names]]:
     """The path of each unread field, with the known names at that place."""
     unused = request.unused_fields() if isinstance(request, RequestBody) else frozenset()
-    used = tuple(name for name in request.__struct_fields__ if name not in unused)
-    meant = tuple(name for name in used if name not in IGNORED_FIELDS)
+    used = {*request.__struct_fields__} - unused
+    meant = tuple(name for name in request.__struct_fields__ if name in used and name not in IGNORED_FIELDS)
     has_records = bool(getattr(request, "rank_fields", None))
     for name, value in given.items():
         if name not in used:

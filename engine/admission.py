@@ -519,6 +519,8 @@ class Admission:
         is known before anything is prepared; a text query counts as an average one."""
         if isinstance(request, EmbedRequest):
             return request.more_tokens
+        if not request.has_vectors:
+            return 0
         times = 1 + EXPLAINED if request.explain else 1
         queries = [len(each) if isinstance(each, Vectors) else 1 for each in request.queries]
         rows = [
@@ -526,7 +528,7 @@ class Admission:
             for i, document in enumerate(request.documents)
             if isinstance(document, Vectors)
         ]
-        return self._limits.scoring.tokens(sum(rows), len(rows)) if rows else 0
+        return self._limits.scoring.tokens(sum(rows), len(rows))
 
     def _estimate(self, request: ScoreRequest | EmbedRequest) -> int:
         """The estimated number of tokens."""

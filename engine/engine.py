@@ -761,7 +761,9 @@ class ScoreStream(DocumentStream):
         if self._result is not None:
             self._latest = None  # it holds all that was prepared
         texts = plan.request.documents
-        return [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
+        return await run_in_thread_if_large(
+            len(new), lambda: [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
+        )
 
 
 def _num_values(plan: ScorePlan, values: Sequence[Value | None]) -> int:

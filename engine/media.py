@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 from importlib import import_module
 from io import BytesIO
@@ -646,7 +646,7 @@ class Content:
 
     @property
     def has_pictures(self) -> bool:
-        return any(not isinstance(part, str) for part in self.parts)
+        return not {*map(type, self.parts)} <= {str}
 
     def __len__(self) -> int:
         """Returns the number of characters of a text that is about as much work."""
@@ -655,4 +655,9 @@ class Content:
 
 def is_pillow(item: object) -> bool:
     """Whether an object is a Pillow image, without importing Pillow."""
-    return any(f"{kind.__module__}.{kind.__qualname__}" == "PIL.Image.Image" for kind in type(item).__mro__)
+    return _is_pillow_type(type(item))
+
+
+@lru_cache(maxsize=256)
+def _is_pillow_type(kind: type) -> bool:
+    return any(f"{each.__module__}.{each.__qualname__}" == "PIL.Image.Image" for each in kind.__mro__)

@@ -196,6 +196,11 @@ class ScoreRequest:
         return len(self.documents)
 
     @property
+    def has_vectors(self) -> bool:
+        """Whether documents came as embeddings."""
+        return any(issubclass(kind, Vectors) for kind in {*map(type, self.documents)})
+
+    @property
     def size(self) -> int:
         """The characters to read; each text counts as some more."""
         return _size(self.queries) + _size(self.documents)
@@ -266,13 +271,22 @@ class EmbedRequest:
         return len(self.texts)
 
 
+def _are_texts(items: Sequence[Any]) -> bool:
+    """Whether all items are strings, without a look at each of thousands in Python."""
+    return set(map(type, items)) == {str}
+
+
 def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """The work of unpacking pictures: one may take as long as the largest text."""
+    if _are_texts(texts):
+        return 0
     return sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """The size of texts. Vectors take so little time that they do not count."""
+    if _are_texts(texts):
+        return sum(map(len, cast("Sequence[str]", texts))) + 64 * len(texts)
     return sum([len(text) for text in texts if not isinstance(text, Vectors)]) + 64 * len(texts)
 
 
@@ -421,7 +435,7 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
     texts = (texts,) if isinstance(texts, str) else tuple(_in_order(texts, param))
     if not texts:
         raise InvalidRequestError(f"{param} is empty; give at least one text", param)
-    if set(map(type, texts)) != {str}:  # else each of thousands of texts would be looked at in Python
+    if not _are_texts(texts):
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InvalidRequestError(f"{param}[{i}] is not a string but {type(text).__name__}", param)
@@ -436,26 +450,36 @@ def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool)
         given: tuple[Any, ...] = (items,)
     else:
         given = tuple(items if _is_array(items) else _in_order(items, param))
-    if not set(map(type, given)) - {str}:
+    kinds = {*map(type, given)}
+    if kinds <= {str}:
         return as_texts(given, param)
-    scored = tuple(
-        Vectors(item) if _is_array(item) else as_content(item, f"{param}[{i}]", param, takes_pictures)
-        for i, item in enumerate(given)
-    )
-    for i, item in enumerate(scored):
-        if not isinstance(item, str | Vectors | Content):
-            kind = type(item).__name__
+    if takes_vectors and kinds <= {str, Vectors}:
+        return given
+    return tuple([_as_item(item, i, param, takes_vectors, takes_pictures) for i, item in enumerate(given)])
+
+
+def _as_item(item: Any, i: int, param: str, takes_vectors: bool, takes_pictures: bool) -> Item:
+    """Entry `i` of `param` as `as_scored` returns it."""
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, Vectors | Content) and _is_array(item):
+        item = Vectors(item)
+    if not isinstance(item, Vectors):
+        content = as_content(item, i, param, takes_pictures)
+        if not isinstance(content, str | Content):
+            kind = type(content).__name__
             raise InvalidRequestError(
                 f"{param}[{i}] is neither a string nor an array nor a picture but {kind}", param
             )
-        if isinstance(item, QueryRows) and param == "documents":
-            raise InvalidRequestError(f"{param}[{i}] is a query's embedding; give it as the query", param)
-        if isinstance(item, Vectors) and not takes_vectors:
-            raise InvalidRequestError(
-                f"{param}[{i}] is an embedding, but this model reads query and document together; give texts",
-                param,
-            )
-    return scored
+        return content
+    if isinstance(item, QueryRows) and param == "documents":
+        raise InvalidRequestError(f"{param}[{i}] is a query's embedding; give it as the query", param)
+    if not takes_vectors:
+        raise InvalidRequestError(
+            f"{param}[{i}] is an embedding, but this model reads query and document together; give texts",
+            param,
+        )
+    return item
 
 
 def as_query(query: Any, takes_pictures: bool) -> tuple[Item, ...]:
@@ -468,16 +492,16 @@ def as_query(query: Any, takes_pictures: bool) -> tuple[Item, ...]:
     return queries
 
 
-def as_content(item: Any, where: str, param: str, takes_pictures: bool) -> Any:
-    """A picture as content, content without pictures as text, and anything else unchanged. Raises
-    InvalidRequestError for pictures unless the model `takes_pictures`."""
+def as_content(item: Any, i: int, param: str, takes_pictures: bool) -> Any:
+    """Entry `i` of `param`: a picture as content, content without pictures as text, and anything else
+    unchanged. Raises InvalidRequestError for pictures unless the model `takes_pictures`."""
     if not _is_content(item):
         return item
     content = item if isinstance(item, Content) else Content.of([_as_picture(item)])
-    if not content.pictures:
+    if not content.has_pictures:
         return "\n".join(content.texts)
     if not takes_pictures:
-        raise InvalidRequestError(f"{where} is a picture; this model reads only text", param)
+        raise InvalidRequestError(f"{param}[{i}] is a picture; this model reads only text", param)
     return content
 
 
@@ -499,9 +523,13 @@ def _is_array(item: Any) -> bool:
 def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] | Content, ...]:
     """Texts, lists of token ids or pictures, as a tuple. Raises InvalidRequestError for pictures unless the
     model `takes_pictures`."""
-    given = [inputs] if isinstance(inputs, str) or _is_content(inputs) else _in_order(inputs, "input")
-    contents = [as_content(item, f"input[{i}]", "input", takes_pictures) for i, item in enumerate(given)]
-    each = tuple(item if isinstance(item, str | Content) else tuple(item) for item in contents)
+    given = [inputs] if isinstance(inputs, str) or _is_content(inputs) else [*_in_order(inputs, "input")]
+    each: tuple[Any, ...]
+    if _are_texts(given):
+        each = tuple(given)
+    else:
+        contents = [as_content(item, i, "input", takes_pictures) for i, item in enumerate(given)]
+        each = tuple([item if isinstance(item, str | Content) else tuple(item) for item in contents])
     if not each:
         raise InvalidRequestError("input is empty; give at least one text", "input")
     return each

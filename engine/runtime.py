@@ -406,6 +406,7 @@ class Running:
     ) -> tuple[PlanT, asyncio.Future[Values], Timings]:
         """Returns when the request is queued, with a future of its values."""
         came = time.perf_counter()
+        reading = request.reading
         with self.admission.permit(request, options) as permit:
             await self.admission.until_granted(permit)
 
@@ -421,11 +422,11 @@ class Running:
             # A small lone request is prepared on this loop, which is faster than handing it to a thread and
             # back. Not if that may read from a disk, or if the request may time out meanwhile.
             has_time = options.timeout is None or options.timeout > _SMALL_SECONDS
-            is_small = request.reading <= _SMALL_CHARACTERS and has_time
+            is_small = reading <= _SMALL_CHARACTERS and has_time
             if is_small and self._num_inside == 1 and self._cache_dir is None:
                 plan, waiting, timings = check_and_prepare()
             else:
-                plan, waiting, timings = await self.in_pool(check_and_prepare, request.reading)
+                plan, waiting, timings = await self.in_pool(check_and_prepare, reading)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(plan.newly_truncated)
             more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0

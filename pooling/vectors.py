@@ -27,6 +27,9 @@ class Vectors:
     def __len__(self) -> int:
         """The number of vectors; 1 if the values are no array."""
         try:
+            if isinstance(self.values, torch.Tensor):  # `np.ndim` and `len` of one take several times longer
+                shape = self.values.shape
+                return shape[0] if len(shape) > 1 else 1
             return len(self.values) if np.ndim(self.values) > 1 else 1
         except (TypeError, ValueError):
             return 1

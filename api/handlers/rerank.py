@@ -403,7 +403,7 @@ def with_scale(answer: Answer, scale: ScoreScale) -> Answer:
 
 def characters_of(result: RerankResult) -> int:
     """The length of the ranked documents' texts."""
-    return sum(len(one.text or "") for one in result.results)
+    return sum([len(one.document) for one in result.results if isinstance(one.document, str)])
 
 
 def _num_lines(explanations: Iterable[Explanation | None]) -> int:

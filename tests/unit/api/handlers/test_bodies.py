@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 import tracemalloc
 from typing import Any
 from unittest.mock import AsyncMock
@@ -375,3 +376,44 @@ async def test_answers_have_the_warnings_of_their_header(caller: Caller) -> None
 
 async def test_instruct_is_another_name_for_the_instruction(caller: Caller) -> None:
     await caller.refused("/rerank", RERANK | {"instruct": "a", "instruction": "b"}, 400, "instruct")
+
+
+def small(before: str, value: str, behind: str) -> bytes:
+    """A body that repeats a value as often as a small body has room, and a request may."""
+    count = min(9_900, (LARGE_BODY - 100 - len(before) - len(behind)) // (len(value) + 1))
+    return (before + ",".join([value] * count) + behind).encode()
+
+
+TO_RANK = '{"query": "a", "documents": ['
+SLOW_SMALL_BODIES = [
+    ("/rerank", small(TO_RANK, '"a"', "]}"), 200),
+    ("/rerank", small(TO_RANK, '"a"', '], "stream": true}'), 200),
+    ("/rerank", small('{"query": "a", "texts": [', '"a"', "]}"), 200),
+    ("/rerank", small(TO_RANK, '{"text": "a", "odd": 1}', "]}"), 200),
+    ("/rerank", small(TO_RANK, '{"content": [{"type": "text", "text": "a"}]}', "]}"), 200),
+    ("/rerank", small(TO_RANK + '{"content": [', "{}", "]}]}"), 400),
+    ("/rerank", small(TO_RANK, '{"embedding": [1]}', "]}"), 400),
+    ("/rerank", small(TO_RANK, '{"image": "a"}', "]}"), 400),
+    ("/rerank", small(TO_RANK + '{"a": [', "1", ']}], "rank_fields": ["a"]}'), 200),
+    ("/rerank", small(TO_RANK + '"a"], "cascade": [', '{"model": "a"}', "]}"), 400),
+    ("/v1/embeddings", small('{"messages": [', '{"role": "a", "content": []}', "]}"), 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), SLOW_SMALL_BODIES)
+async def test_no_small_body_keeps_the_event_loop_busy(
+    engine: RecordingEngine, path: str, body: bytes, status: int
+) -> None:
+    caller, calls = Caller(engine), 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)  # of this thread alone, and the same however busy the machine is
+    try:
+        answer = await caller.post(path, body)
+    finally:
+        sys.setprofile(None)
+    assert (answer.status, len(body) <= LARGE_BODY) == (status, True)
+    assert calls < 60_000
