@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 from maxsimd.api import pages
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers.handle import description
-from maxsimd.api.options import markdown_table
+from maxsimd.api.options import markdown_tables
 from maxsimd.engine import EngineConfig
 
 _LINKS = '<a href="./">Playground</a> <a href="openapi.json">openapi.json</a>'
@@ -31,7 +31,7 @@ def _read(app: Sphinx, name: str, source: list[str]) -> None:
     if name == "reference/http":
         source[0] += "\n" + "\n".join(_routes(json.loads(description())))
     elif name == "reference/options":
-        source[0] += "\n" + markdown_table(EngineConfig, ServerConfig)
+        source[0] += "\n" + markdown_tables(EngineConfig, ServerConfig)
 
 
 def _routes(described: dict[str, Any]) -> Iterator[str]:
