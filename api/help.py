@@ -22,11 +22,6 @@ _STYLE: Mapping[str, Any] = {
     "options_table_help_sections": ["help", "required", "default", "envvar"],
 }
 
-_MORE = (
-    f"More options: --help=GROUP for {', '.join([*GROUPS][:-1])} or {[*GROUPS][-1]}; --help-all for all. "
-    "Variables: MAXSIMD_PORT stands for --port."
-)
-
 
 class Command(click.Command):
     """A command with help pages. The plain page shows the command's own options, and the usual ones of groups
@@ -35,8 +30,9 @@ class Command(click.Command):
     def __init__(self, *args: Any, shows_usual: bool = False, logs_hints: bool = False, **more: Any) -> None:
         super().__init__(*args, **more)
         self._shows_usual, self._logs_hints = shows_usual, logs_hints
-        self._has_groups = any(isinstance(each, GroupedOption) for each in self.params)
-        if self._has_groups:
+        held = {each.group for each in self.params if isinstance(each, GroupedOption)}
+        self._groups = [group for group in GROUPS if group in held]
+        if self._groups:
             self.params.append(
                 click.Option(
                     ["--help-all"],
@@ -56,8 +52,8 @@ class Command(click.Command):
                 is_eager=True,
                 expose_value=False,
                 callback=lambda context, _, page: self._show(context, page and str(page)),
-                help="Show this page" + ("; --help=GROUP for a group" if self._has_groups else ""),
-                **(takes_group if self._has_groups else {"is_flag": True, "flag_value": USUAL}),
+                help="Show this page" + ("; --help=GROUP for a group" if self._groups else ""),
+                **(takes_group if self._groups else {"is_flag": True, "flag_value": USUAL}),
             )
         return self._help_option
 
@@ -65,7 +61,11 @@ class Command(click.Command):
         return self.help_page(ctx, USUAL)
 
     def help_page(self, context: click.Context, page: str) -> str:
-        more = _MORE if self._has_groups and page == USUAL else ""
+        more = ""
+        if self._groups and page == USUAL:
+            *names, last = self._groups
+            more = f"More options: --help=GROUP for {', '.join(names)} or {last}; --help-all for all. "
+            more += "MAXSIMD_DTYPE sets --dtype."
         return _drawn(self, context, self._sections(context, page), more)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -76,8 +76,9 @@ class Command(click.Command):
     def _show(self, context: click.Context, page: str | None) -> None:
         if page is None or context.resilient_parsing:
             return
-        if page not in (USUAL, ALL, *GROUPS):
-            raise click.UsageError(f"there is no group {page!r}; give --help={'|'.join(GROUPS)}", context)
+        if page not in (USUAL, ALL, *self._groups):
+            groups = ", ".join(self._groups)
+            raise click.UsageError(f"there is no group {page!r}; the groups are {groups}", context)
         click.echo(self.help_page(context, page), color=context.color)
         context.exit()
 
@@ -89,12 +90,12 @@ class Command(click.Command):
         own = [each for each in options if not isinstance(each, GroupedOption)]
         sections = []
         usual: list[click.Option] = []
-        for group, title in GROUPS.items():
+        for group in self._groups:
             held = [each for each in grouped if each.group == group]
             usual += [_shown(each) for each in held if each.is_usual]
             if page in (group, ALL):
                 shown = [_shown(each, with_variable=True) for each in held if not each.hidden]
-                sections.append((title, shown))
+                sections.append((GROUPS[group], shown))
             for name in [name for name, of in COLLECTIONS.items() if of == group == page]:
                 keys = [_shown(each, as_key=True) for each in held if each.within == name]
                 sections.append((f"Keys of --{name.replace('_', '-')}", keys))

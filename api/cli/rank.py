@@ -167,7 +167,7 @@ def _options(command: F) -> F:
 def rerank(top_n: int | None, **values: Any) -> None:
     """Rank the documents of a file for a query.
 
-    Ctrl-C prints the documents scored so far. With --out, --resume continues from there."""
+    Ctrl-C prints the documents scored so far. --resume continues with the same --out."""
     _run(values, lambda scores: sorted(scores, key=lambda i: (-scores[i], i))[:top_n])
 
 
@@ -176,7 +176,7 @@ def rerank(top_n: int | None, **values: Any) -> None:
 def score(**values: Any) -> None:
     """Score the documents of a file for a query, in their order.
 
-    Ctrl-C prints the documents scored so far. With --out, --resume continues from there."""
+    Ctrl-C prints the documents scored so far. --resume continues with the same --out."""
     _run(values, None)
 
 

@@ -16,9 +16,17 @@ import yaml
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
+from maxsimd.api.cluster.config import RAYS_OWN, AppConfig
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.supervisor import supervise
-from maxsimd.api.options import flag, flag_with_collection, in_flags, markdown_tables, variable
+from maxsimd.api.options import (
+    flag,
+    flag_with_collection,
+    in_collections,
+    in_flags,
+    markdown_tables,
+    variable,
+)
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.config import COLLECTIONS, GROUPS
 
@@ -93,12 +101,17 @@ def test_every_option_reaches_its_configuration(served: Captured) -> None:
             assert list(served[0][:2]) == expected
 
 
-def test_serve_sets_up_logging_as_asked(served: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_sets_up_logging_as_asked(
+    served: Captured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     set_up: list[tuple[str, str]] = []
     monkeypatch.setattr("maxsimd.api.logs.set_up_logging", lambda level, form: set_up.append((level, form)))
     CliRunner().invoke(main, ["serve", "--log-level", "debug", "--log-format", "json"])
     CliRunner().invoke(main, ["serve"])
     assert set_up == [("debug", "json"), ("info", "text")]
+    result = CliRunner().invoke(main, ["serve", "--packing", "off", "--log-format", "json"])
+    assert "hint: write --debug packing=off instead of --packing off" in caplog.text
+    assert "hint" not in result.output, "it is a line of the log"
 
 
 def test_a_wrong_option_is_explained(served: Captured) -> None:
@@ -176,6 +189,10 @@ def test_options_in_collections_keep_their_old_names(tmp_path: Path) -> None:
         assert {of: printed[of] for of in nested} == nested
         assert len(hints) == (0 if (printed, hints) in new else len(values))
     assert "hint: write --debug packing=off instead of --packing off, which still works" in old[0][1]
+    of_ray = {name: value for name, value in values.items() if name not in RAYS_OWN}
+    application = AppConfig.of(of_ray)
+    assert application == AppConfig.of(in_collections(of_ray)) == AppConfig.of(application.arguments())
+    assert application.arguments() == in_collections(of_ray) | {"threads": 1}
     # In Python, limits are keywords like others.
     keywords = {name: value for name, (of, value) in fields.items() if of in ("debug", "model_option")}
     with pytest.warns(FutureWarning, match="which still works") as hinted:
@@ -242,10 +259,11 @@ def test_help_shows_usual_options_groups_or_all() -> None:
     assert "[default: False]" not in everything
     for command in ("rerank", "eval", "embed", "inspect"):
         own = _help(command, "--help", width=80)
-        assert "--dtype" not in own
+        assert "--dtype TYPE" not in own
         assert "--help-all" in own
         assert "--dtype" in _help(command, "--help=performance")
-    assert "there is no group 'nope'" in _help("serve", "--help=nope")
+        assert "there is no group 'processes'" in _help(command, "--help=processes")
+    assert all(len(_help(command, "-h", width=80).splitlines()) <= 24 for command in ("rerank", "eval"))
 
 
 def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -> None:

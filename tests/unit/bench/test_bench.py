@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,12 @@ def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
     refused = run("several", "one")
     assert refused.exit_code == 2
     assert "name two models or none, not 1" in refused.output
+    unserved = run("serve", "--url", "http://127.0.0.1:9")
+    assert (unserved.exit_code, unserved.stdout) == (1, "")
+    assert unserved.stderr.startswith("Error: no server answers at http://127.0.0.1:9; start one with")
+    listed = [re.findall(r"^  ([a-z]\S*)", run(*asked).output, re.MULTILINE) for asked in (["-h"], ["--all"])]
+    assert listed[0] == ["serve", "engine", "cache", "files", "overload", "peers", "startup"]
+    assert {*listed[0], "kernels", "tokenizer"} < {*listed[1]}
 
 
 @pytest.mark.exhaustive
