@@ -68,14 +68,6 @@ async def test_pairs_are_cut_as_the_checkpoint_says(
     np.testing.assert_allclose(result.scores, reference, atol=1e-5)
 
 
-async def test_a_requests_instruction_replaces_the_cards(qwen3_reranker: str, engines: Engines) -> None:
-    asked = ["python"] * 2, ["a snake", "a language"]
-    engine = await engines(EngineConfig(model=qwen3_reranker, dtype="float32"))
-    ours = await engine.score(*asked, instruction="Find documents about snakes")
-    expected = references.qwen3_reranker(qwen3_reranker, *asked, instruction="Find documents about snakes")
-    np.testing.assert_allclose(ours.scores, expected, atol=1e-5)
-
-
 async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text("Query: {{ query }}\nText: {{ document }}\nAnswer:")
     file = str(tmp_path / "template.jinja")
@@ -94,17 +86,6 @@ async def test_ends_are_kept(checkpoints: SharedCheckpoints, engines: Engines, p
     engine = await engines(EngineConfig(model=path, dtype="float32"))
     ours = (await engine.score("what is it", documents, truncation=Truncation(max_tokens=200))).scores
     np.testing.assert_allclose(ours, reference, atol=1e-4)
-
-
-async def test_limits_count_the_tokens_of_texts_alone(qwen3_reranker: str, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=qwen3_reranker, dtype="float32"))
-    truncation = Truncation(max_tokens=-1, max_query_tokens=2, max_document_tokens=3)
-    cut = await engine.score("yes no yes no", ["yes" * 9], truncation=truncation)
-    model = references.LanguageModel(qwen3_reranker)
-    query = model.tokenizer.decode(model.ids("yes no yes no")[:2])
-    assert model.ids("yes" * 9)[:3] == model.ids("yes" * 3)
-    short = await engine.score(query, ["yes" * 3])
-    np.testing.assert_allclose(cut.scores, short.scores, atol=1e-5)
 
 
 async def test_an_untied_output_layer_in_bfloat16(qwen3_reranker: str, tmp_path: Path) -> None:
