@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from maxsimd import __version__
+from maxsimd.api.handlers.rerank import ENGINE_FIELDS
 from maxsimd.api.handlers.route import Group, Route
 from maxsimd.api.wire import ErrorResponse, Scoring
 
@@ -60,6 +61,12 @@ def openapi_page(routes: Iterable[Route], open_routes: Collection[str]) -> bytes
             components[kind.__name__]["properties"] = {
                 name: fields[name] for name in _own_fields_first(kind) if name in fields
             }
+    for kind, metas in ENGINE_FIELDS.items():
+        for name, meta in metas.items():
+            field = components[kind.__name__]["properties"][name]
+            field["description"] = meta.description
+            if meta.examples:
+                field["examples"] = meta.examples
     for component in components.values():
         for field in component.get("properties", {}).values():
             _complete(field, components)

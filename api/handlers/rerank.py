@@ -56,7 +56,7 @@ from maxsimd.api.wire import (
 )
 from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, ScoreResult, Truncation
 from maxsimd.engine import requests as engine_requests
-from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
+from maxsimd.engine.explanations import Explanation, Patch, TokenMatch, WindowScore
 from maxsimd.engine.requests import Item, ScoreOptions, Timings
 from maxsimd.engine.workers import run_in_thread_if_large
 
@@ -158,6 +158,31 @@ class RerankRequest(Scoring, kw_only=True):
         if self.texts is not None:
             return NOT_OF_TEI
         return OF_TEI if self.top_k is None else OF_TEI | {"top_n"}
+
+
+# What /openapi.json says of the engine's types in an explanation.
+ENGINE_FIELDS: dict[type, dict[str, msgspec.Meta]] = {
+    TokenMatch: {
+        "query_token": about("Token of the query; null for vectors.", "capital"),
+        "query_span": about("Its first character and the one after the last; null for markers.", [12, 19]),
+        "document_token": about("Most similar token of the document.", "capital"),
+        "document_span": about("Its place in the document.", [13, 20]),
+        "document_row": about("Index of the document's vector.", 4),
+        "similarity": about("Dot product of the two vectors.", 0.9597),
+        "share": about("Part of the score.", 0.1278),
+        "patch": about("Part of a picture, in place of a token."),
+    },
+    Patch: {
+        "row": about("Row in the model's grid.", 3),
+        "column": about("Column in the model's grid.", 5),
+        "box": about("Left, top, right and bottom, in pixels.", [140, 84, 168, 112]),
+        "picture": about("Place of the picture in the document, from 0.", 0),
+    },
+    WindowScore: {
+        "span": about("First character of the window and the one after the last.", [0, 1800]),
+        "score": about("Score of the document by this window alone.", 6.1),
+    },
+}
 
 
 class WireExplanation(msgspec.Struct, omit_defaults=True):
