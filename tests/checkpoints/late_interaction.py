@@ -40,11 +40,9 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     weights.save_model(backbone, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
     wordpiece().save_pretrained(backbone)
     transformer = Transformer(
-        str(backbone),
-        query_length=48,
-        document_length=128,
+        str(backbone), query_length=48, document_length=128,
         query_expansion={"strategy": "min", "attend": True, "length": 24, "token": "[MASK]"},
-    )
+    )  # fmt: skip
     projection = Dense(64, 48, **OF_TOKENS)
     mask = MultiVectorMask(skiplist_words=[",", ".", "the"], skiplist_tasks=["query", "document"])
     modules = [transformer, projection, mask, Normalize(module_input_name="token_embeddings")]

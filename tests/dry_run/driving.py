@@ -63,10 +63,8 @@ CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 
 BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
-    "varlen": lambda: VarlenBackend(GPU),
-    "triton": TritonBackend,
-    "torch": GroupedBackend,
-}
+    "varlen": lambda: VarlenBackend(GPU), "triton": TritonBackend, "torch": GroupedBackend,
+}  # fmt: skip
 
 # The steps that are captured, and the largest is larger than those that tests run.
 SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 32))

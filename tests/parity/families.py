@@ -226,14 +226,10 @@ FAMILIES = [
 
 
 LISTWISE = Family(
-    "jina-reranker-v3",
-    "listwise",
-    "jinaai/jina-reranker-v3",
-    "JinaForRanking, code of its own",
+    "jina-reranker-v3", "listwise", "jinaai/jina-reranker-v3", "JinaForRanking, code of its own",
     language_models.jina_reranker_v3,
-    lambda path, queries, documents: references.jina_reranker_v3(path, queries[0], documents),
-    causal=True,
-)
+    lambda path, queries, documents: references.jina_reranker_v3(path, queries[0], documents), causal=True,
+)  # fmt: skip
 
 
 # Checkpoints whose weights are stored in a form of their own: a second table in docs/models.md.
