@@ -52,7 +52,8 @@ def load_cross_encoder(
     pooling = "last" if is_last else getattr(model.config, "classifier_pooling", "cls")
     if pooling not in METHODS:  # a method of the model's own
         pooling = "cls"
-    labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
+    named = model.config.id2label
+    labels = tuple(str(named.get(i, f"LABEL_{i}")) for i in range(model.config.num_labels))
     head = ClassifierHead(model)
     task = Task(pooling, head, len(labels), False, ClassifierReference(model, encoder.tokenizer))
     return _parts(path, encoder, given, task, labels, model.config) | {

@@ -103,7 +103,10 @@ def split_modules(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any
     other += [module for module in after if not isinstance(module, _AFTER_POOLING)]
     if other:
         names = ", ".join(type(module).__name__ for module in other)
-        raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
+        raise ModelLoadError(
+            f"modules.json of {path!r} has modules that are not supported: {names}; use "
+            "sentence-transformers for it"
+        )
     for module in after:
         named = {key: getattr(module, key, _POOLED) for key in ("module_input_name", "module_output_name")}
         if module is after[-1]:  # callers check its output
@@ -164,6 +167,7 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
         path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
     )
     transformer, rest = modules[0], modules[1:]
+    _refuse_random_projection(path, files, rest)
     settings = read_text_settings(path, transformer)
     refuse_modules_not_finite(path, rest)
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
@@ -216,6 +220,20 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
         "reader": LibraryReader(model, mask),
     }
     return with_pictures(path, transformer, parts)
+
+
+def _refuse_random_projection(path: str, files: CheckpointFiles, modules: list[Any]) -> None:
+    """Raises ModelLoadError for a projection that is in no file: sentence-transformers adds a random one to
+    a checkpoint without."""
+    named = sum(str(module.get("type", "")).endswith("Dense") for module in files.modules)
+    made = sum(isinstance(module, Dense) for module in modules)
+    if made > named and files.architecture != "HF_ColBERT":
+        where = "modules.json" if files.modules else "config_sentence_transformers.json"
+        raise ModelLoadError(
+            f"{where} of {path!r} is for late interaction without a projection, and sentence-transformers "
+            "would add a random one; download the whole checkpoint with its 1_Dense folder, or use "
+            "score_type bi-encoder"
+        )
 
 
 def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:

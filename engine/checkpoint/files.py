@@ -48,18 +48,32 @@ class CheckpointFiles:
         return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
+# Keys that sentence-transformers needs of each module.
+_OF_MODULES = ("name", "path", "type")
+
+
 def read_files(model: str, revision: str | None) -> CheckpointFiles:
     """Reads the small files from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
     config = _read_object(model, "config.json", revision)
-    modules = _read_json(model, "modules.json", revision) or []
+    modules = _read_json(model, "modules.json", revision)
+    modules = [] if modules is None else modules
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelLoadError(f"modules.json of {model!r} is no list of modules")
+        raise ModelLoadError(f"modules.json of {model!r} is no list of modules; download it again")
+    for i, module in enumerate(modules):
+        lacking = [key for key in _OF_MODULES if not isinstance(module.get(key), str)]
+        if lacking:
+            raise ModelLoadError(
+                f"modules.json of {model!r} gives its module {i} no {lacking[0]}, which must be a text; "
+                "download the file again"
+            )
     modules = _routed(model, modules, revision)
     at_root = config is not None
     if not at_root and not modules:
+        inside = sorted(path.parent.name for path in Path(model).glob("*/config.json"))
+        remedy = f"name its folder {inside[-1]}" if inside else "name a folder that has one"
         raise ModelLoadError(
-            f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
-            "name a folder that has one, or a hub id that this machine can reach"
+            f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; {remedy}, or a "
+            "hub id that this machine can reach"
         )
     if not at_root:  # newer sentence-transformers saves have it in the folder of the transformer
         for module in modules:
@@ -74,6 +88,12 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
             f"prompts in {name} of {model!r} must be an object that maps names to texts, not "
             f"{json.dumps(prompts)[:40]}; remove the key if there are none"
         )
+    for key, prompt in prompts.items():
+        if prompt is not None and not isinstance(prompt, str):
+            raise ModelLoadError(
+                f"{name} of {model!r} sets prompts.{key} to {json.dumps(prompt)[:40]}, which is not a text; "
+                "write the prompt as one string"
+            )
     return CheckpointFiles(config or {}, settings, modules, at_root)
 
 
@@ -142,6 +162,7 @@ def embedded_model_path() -> str:
 
 
 # Modules that say in a config.json of their own what they do.
+_WITH_WEIGHTS = ("Dense", "LayerNorm")
 _WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling")
 
 
@@ -153,6 +174,18 @@ def refuse_missing_module_settings(model: str, revision: str | None, files: Chec
         if kind in _WITH_SETTINGS and folder and find_file(model, name, revision) is None:
             raise ModelLoadError(
                 f"{model!r} has no {name} with the settings of the {kind} in its modules.json; download the "
+                "whole checkpoint again"
+            )
+        weights = [f"{folder}/{each}" for each in ("model.safetensors", "pytorch_model.bin")]
+        if kind in _WITH_WEIGHTS and folder and not any(find_file(model, each, revision) for each in weights):
+            raise ModelLoadError(
+                f"{model!r} has no {weights[0]} with the weights of the {kind} in its modules.json; download "
+                "the whole checkpoint again"
+            )
+        config = (f"{folder}/config.json", f"{folder}/adapter_config.json")
+        if kind == "Transformer" and folder and not any(find_file(model, each, revision) for each in config):
+            raise ModelLoadError(
+                f"{model!r} has no {config[0]}, where its modules.json has the Transformer; download the "
                 "whole checkpoint again"
             )
 
@@ -188,6 +221,22 @@ def refuse_missing_tokenizer(model: str, revision: str | None, files: Checkpoint
         f"{model!r} has no tokenizer: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
         "save the tokenizer of the model that it was made from beside it"
     )
+
+
+def refuse_odd_lengths(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError for a length that is not a number."""
+    folder = str(files.modules[0].get("path") or "") if files.modules else ""
+    for prefix in dict.fromkeys(["", f"{folder}/" if folder else ""]):
+        for file, key in (
+            ("tokenizer_config.json", "model_max_length"),
+            ("sentence_bert_config.json", "max_seq_length"),
+        ):
+            value = (_read_object(model, prefix + file, revision) or {}).get(key)
+            if value is not None and not isinstance(value, int | float):
+                raise ModelLoadError(
+                    f"{prefix}{file} of {model!r} sets {key} to {json.dumps(value)[:40]}; give a number of "
+                    "tokens"
+                )
 
 
 def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) -> None:

@@ -45,9 +45,11 @@ from maxsimd.engine.checkpoint.files import (
     read_files,
     refuse_missing_module_settings,
     refuse_missing_tokenizer,
+    refuse_odd_lengths,
 )
 from maxsimd.engine.checkpoint.gguf import from_gguf
 from maxsimd.engine.checkpoint.heads import Dense, modules_of
+from maxsimd.engine.checkpoint.known_settings import UNSUPPORTED_MODULES
 from maxsimd.engine.checkpoint.language_model import load_encoder_decoder, load_language_model
 from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel, is_causal, max_tokens, position_offset, uncounted_id
@@ -114,6 +116,7 @@ _LAYERS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers"),
 )
 _MOST_LAYERS = 1_000
+_TOKENIZER = "tokenizer_config.json"
 
 
 def read_with_libraries(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -151,6 +154,7 @@ def _load_whole(
         check(path, config.revision, files)
     refuse_missing_module_settings(path, config.revision, files)
     refuse_missing_tokenizer(path, config.revision, files)
+    refuse_odd_lengths(path, config.revision, files)
     if stored is None:
         stored = quantized_weights(path, config.revision, files)
     options: dict[str, Any] = {
@@ -183,10 +187,28 @@ def _load_whole(
     except ModelLoadError:
         raise
     except Exception as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        reason = _reason(path, files, config.revision, error)
         failed = ModelLoadError(f"cannot load {path!r} as {score_type.value}: {reason}")
         raise damage_of(path, find_file(path, "config.json", config.revision)) or failed from error
     return replace(model, stored_as="" if stored is None else stored.form)
+
+
+def _reason(path: str, files: CheckpointFiles, revision: str | None, error: Exception) -> str:
+    """The message of a library's error; its cause where the library hides that."""
+    said = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+    if isinstance(error, KeyError) and error.args[0] in (values := list(files.config.values())):
+        key = list(files.config)[values.index(error.args[0])]
+        return f"config.json sets {key} to {error}, which transformers does not know; use one that it does"
+    if "Unrecognized processing class" in said:
+        try:
+            transformers.AutoTokenizer.from_pretrained(path, revision=revision)
+        except Exception as inner:
+            return f"its tokenizer cannot be read ({one_line(inner)}); check tokenizer_class in {_TOKENIZER}"
+    if "Padding_idx" in said:
+        return (
+            "config.json has a pad_token_id beyond its vocab_size, or none; set the id of the padding token"
+        )
+    return said
 
 
 def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
@@ -388,10 +410,13 @@ def refuse_unsupported(
     """Raises ModelLoadError for an architecture that transformers does not have, for one that cannot be
     scored with as asked, and for weights that are quantized."""
     kind = files.config.get("model_type")
-    if not files.config and files.modules:
-        first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
+    first = files.modules[0]["type"].rpartition(".")[2] if files.modules else ""
+    if first == "Transformer" and not files.config:
+        raise ModelLoadError(f"{model!r} has no config.json of its Transformer; download it whole")
+    if first in UNSUPPORTED_MODULES or (files.modules and not files.config):
         raise ModelLoadError(
-            f"{model!r} begins with a {first}, not a transformer; supported are {supported_architectures()}"
+            f"modules.json of {model!r} begins with a {first}, not a transformer, which is not supported; "
+            "name a version with a transformer, or use sentence-transformers for it"
         )
     has_own_code = trust_remote_code and "auto_map" in files.config
     # Other keys tell the type of some published checkpoints with code of their own.

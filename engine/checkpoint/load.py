@@ -99,6 +99,7 @@ def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedMo
     from maxsimd.engine.checkpoint.library import read_with_libraries
 
     model = read_with_libraries(config, device)
+    _refuse_tokens_beyond(model, token_rows(model.backbone))  # before any text is run
     source = source_of(config)  # again: more files of a hub's checkpoint may be here now
     return model if source is None else _with_stored_recipe(source, model)
 
@@ -133,11 +134,27 @@ def _with_stored_recipe(source: Source, model: LoadedModel) -> LoadedModel:
 
 def _with_token_rows(model: LoadedModel) -> LoadedModel:
     """The model with the number of its embeddings; texts with tokens beyond them are refused later. Raises
-    ModelLoadError where every text has one, because the special tokens around texts are among them."""
+    ModelLoadError where every text has one."""
     rows = token_rows(model.backbone)
-    tokenizer = model.tokenizer.backend_tokenizer
     if rows is None:
         return model
+    _refuse_tokens_beyond(model, rows)
+    added = model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    extra = sum(token_id >= rows for token_id in added)
+    if extra:
+        log.warning(
+            "%s has no embedding for %d of the tokens that its tokenizer adds; texts with one are refused",
+            model.name,
+            extra,
+        )
+    return replace(model, token_rows=rows)
+
+
+def _refuse_tokens_beyond(model: LoadedModel, rows: int | None) -> None:
+    """Raises ModelLoadError if special tokens around texts have no row among the embeddings."""
+    if rows is None:
+        return
+    tokenizer = model.tokenizer.backend_tokenizer
     encodings = [tokenizer.encode("a")]
     if not model.encodes_apart:
         encodings.append(tokenizer.encode("a", "b"))
@@ -162,14 +179,6 @@ def _with_token_rows(model: LoadedModel) -> LoadedModel:
             f"the tokenizer of {model.name!r} puts {', '.join(map(repr, lacking))} into every text, but the "
             f"model has only {rows} embeddings; use the tokenizer that the model was saved with"
         )
-    extra = sum(token_id >= rows for token_id in tokenizer.get_added_tokens_decoder())
-    if extra:
-        log.warning(
-            "%s has no embedding for %d of the tokens that its tokenizer adds; texts with one are refused",
-            model.name,
-            extra,
-        )
-    return replace(model, token_rows=rows)
 
 
 def configured(model: LoadedModel, config: EngineConfig) -> LoadedModel:
@@ -233,6 +242,11 @@ def _score_label(model: LoadedModel, asked: str | None) -> int | None:
     if asked not in model.labels:
         named = ", ".join(model.labels)
         raise ModelLoadError(f"score_label {asked!r} is not a label of {model.name!r}; use one of: {named}")
+    if model.labels.count(asked) > 1:
+        raise ModelLoadError(
+            f"config.json of {model.name!r} gives the label {asked!r} twice; give each label a name of its "
+            "own in id2label"
+        )
     return model.labels.index(asked)
 
 

@@ -37,6 +37,7 @@ from maxsimd.engine.checkpoint.model import (
     RoleRules,
     Task,
     position_offset,
+    token_rows,
     uncounted_id,
 )
 from maxsimd.engine.checkpoint.reference import (
@@ -634,7 +635,7 @@ def in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _probe_sequences(made: LoadedModel, model: LoadedModel) -> Iterator[TokenSequence]:
     """The probes as the libraries' tokenizer reads them. Raises UnfitError where the plain one does not read
     them alike."""
-    pairs = pairwise(PROBES)
+    pairs, rows = pairwise(PROBES), token_rows(model.backbone)
     inputs: list[tuple[str, ...]] = [(text,) for text in PROBES]
     if model.score_task == "classify":
         inputs += list(pairs)
@@ -647,7 +648,7 @@ def _probe_sequences(made: LoadedModel, model: LoadedModel) -> Iterator[TokenSeq
         ids = np.array(expected["input_ids"], dtype=np.int32)[: model.max_tokens]
         types = expected.get("token_type_ids")
         type_ids = np.zeros_like(ids) if types is None else np.array(types, dtype=np.int32)[: len(ids)]
-        if len(ids) == 0:
+        if len(ids) == 0 or (rows is not None and ids.max() >= rows):  # requests with such tokens are refused
             continue
         attended = None
         if model.query.expansion is not None and len(ids) > 4:

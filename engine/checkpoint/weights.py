@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = "pytorch_model.bin"
-_OF_OTHERS = frozenset({".h5", ".msgpack", ".onnx", ".ot", ".tflite"})
+_OF_OTHERS = frozenset({".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".xml"})
 
 
 def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> None:
@@ -77,7 +77,13 @@ def refuse_missing_weights(model: str, revision: str | None, files: CheckpointFi
 
 
 def _no_weights(model: str) -> ModelLoadError:
-    other = next((each.name for each in sorted(Path(model).glob("*")) if each.suffix in _OF_OTHERS), None)
+    there = [each.relative_to(model) for each in sorted(Path(model).glob("**/*")) if each.is_file()]
+    named = [each.name for each in there if each.suffix == ".safetensors" and len(each.parts) == 1]
+    if len(named) == 1 and not named[0].startswith("adapter_"):
+        return ModelLoadError(
+            f"{model!r} has no {_WHOLE}, but {named[0]}; rename that file if it has the weights of the model"
+        )
+    other = next((str(each) for each in there if each.suffix in _OF_OTHERS), None)
     beside = f" ({other} is for another library)" if other else ""
     return ModelLoadError(
         f"{model!r} has no weights: there is neither {_WHOLE} nor {_INDEX}{beside}; download it whole, or "
@@ -298,7 +304,18 @@ def _refuse_misfit(
             _shortened(beyond),
         )
     if listed:
-        raise ModelLoadError(f"the tensors of {path!r} do not fit {type(model).__name__}: {listed}")
+        prefix = _extra_prefix(missing, unexpected)
+        remedy = f"; their names begin with {prefix!r}: save the model without it" if prefix else ""
+        raise ModelLoadError(f"the tensors of {path!r} do not fit {type(model).__name__}: {listed}{remedy}")
+
+
+def _extra_prefix(missing: list[str], unexpected: list[str]) -> str:
+    """What stands before the names of all missing tensors in the file, such as the name of a wrapper."""
+    for name in unexpected:
+        if missing and name.endswith(f".{missing[0]}"):
+            prefix = name.removesuffix(missing[0])
+            return prefix if {f"{prefix}{each}" for each in missing} <= {*unexpected} else ""
+    return ""
 
 
 def _is_unused_pooler(model: Any, name: str) -> bool:

@@ -54,8 +54,9 @@ def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunke
         shortest = f"{kind} of {model.name!r} has at least {tokens} tokens with all that stands around it"
         if tokens > model.max_tokens:
             raise ModelLoadError(
-                f"{shortest}, but the longest input is {model.max_tokens} tokens; leave out max_model_len "
-                "or raise it"
+                f"{shortest}, but the longest input is {model.max_tokens} tokens; raise max_model_len if it "
+                "is set, or max_seq_length in sentence_bert_config.json or model_max_length in "
+                "tokenizer_config.json"
             )
         if not chunked and tokens > budget:
             raise ModelLoadError(

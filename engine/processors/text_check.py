@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.files import one_line
 from maxsimd.engine.checkpoint.load import library_reader
 from maxsimd.engine.checkpoint.reading import Reader, Reading, TextRole
 from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts, texts_content
@@ -114,7 +115,7 @@ class _Check:
         for kind, failure in self._failures.items():
             if self._compared[kind]:
                 continue
-            reason = f"{self._reader.library} does not read {kind}: {failure}"
+            reason = f"{self._reader.library} does not read {kind}: {failure}".rstrip(".")
             if kind != _NEITHER:
                 raise ModelLoadError(f"{self._model.name!r} is not served: {reason}; check its configuration")
             # No score depends on these.
@@ -231,7 +232,7 @@ class _Check:
             expected = theirs()
         except Exception as error:
             if isinstance(error, ValueError):
-                self._failures.setdefault(kind, str(error))
+                self._failures.setdefault(kind, one_line(error))
             self.is_whole = self.is_whole and isinstance(error, ValueError)
             log.debug("%s does not read %s as %s: %s", self._reader.library, name, kind, error)
             return

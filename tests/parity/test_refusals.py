@@ -379,6 +379,18 @@ def _sentencepiece_alone(folder: Path) -> None:
     (folder / "spiece.model").write_bytes(b"\n\x0e\n\x05<unk>")
 
 
+def _bytes_last(folder: Path) -> None:
+    last = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    template = json.loads((folder / "tokenizer.json").read_text())["post_processor"]
+    steps = {"type": "Sequence", "processors": [template, last]}
+    settings("tokenizer.json", post_processor=steps)(folder)
+
+
+def _one_level_down(folder: Path) -> None:
+    shutil.copytree(folder, folder / "checkpoint-500")
+    (folder / "config.json").unlink()
+
+
 _BERT = cross_encoders.bert
 _WHOLE = "model.safetensors"
 
@@ -424,6 +436,32 @@ _DAMAGED: list[Case] = [
          f"has no weights: there is neither {_WHOLE} nor .* download it whole")
         for allowed in (False, True)
     ],
+    (bi_encoders.bge, settings("config_sentence_transformers.json", prompts={"query": ["a"]}), {},
+     r"sets prompts\.query to \[\"a\"\], .* as one string"),
+    *[
+        (bi_encoders.bge, _in_place("modules.json", old, new), {}, message)
+        for old, new, message in (
+            ('"type"', '"kind"', "modules.json of .* gives its module 0 no type"),
+            ("transformer.Transformer", "bow.BoW", "modules.json of .* begins with a BoW, not a transformer"),
+            ('"path": ""', '"path": "0_Gone"', "has no 0_Gone/config.json, where its modules.json has the"),
+        )
+    ],
+    (partial(bi_encoders.bert, behind="a residual"), removed("*_Dense/*.safetensors"), {},
+     "has no 2_Dense/model.safetensors with the weights of the Dense"),
+    *[
+        (_BERT, settings("tokenizer_config.json", **{key: value}), {}, message)
+        for key, value, message in (
+            ("model_max_length", "512", 'tokenizer_config.json of .* to "512"; give a number'),
+            ("tokenizer_class", "XLMRobertaTokenizer", "its tokenizer cannot be read .* tokenizer_conf"),
+        )
+    ],
+    (_BERT, settings(hidden_act="no"), {}, "config.json sets hidden_act to 'no', which"),
+    (cross_encoders.modernbert, without_settings("pad_token_id"), {}, "a pad_token_id beyond its vocab_size"),
+    (_BERT, lambda folder: (folder / _WHOLE).rename(folder / "Model.safetensors"), {},
+     f"has no {_WHOLE}, but Model.safetensors; rename"),
+    (_BERT, tensors(lambda found: found.update({f"module.{name}": found.pop(name) for name in [*found]})), {},
+     "their names begin with 'module.': save the model without it"),
+    (_BERT, _one_level_down, {}, "no checkpoint at .* name its folder checkpoint-500"),
     (_ADAPTER, settings(_LORA, base_model_name_or_path="/gone/base"), {},
      "the base '/gone/base' of the adapter .* no folder '/gone/base'; put it there, or name .* in adapter_"),
     (_ADAPTER, settings(_LORA, base_model_name_or_path=None), {},
@@ -443,6 +481,8 @@ _RESIDUAL = partial(bi_encoders.bert, behind="a residual")
 _SETTINGS: list[Case] = [
     (_BERT, None, {"score_label": "yes"}, "for classifiers of several labels"),
     (partial(_BERT, labels=2), None, {"score_label": "yes"}, "one of: LABEL_0, LABEL_1"),
+    (late_interaction.pylate_modernbert, _without_dense, {}, "modules.json .* would add a random one"),
+    (partial(_BERT, labels=2), settings(id2label={"0": "x", "1": "x"}), {"score_label": "x"}, "'x' twice"),
     (late_interaction.native, settings("1_Dense/config.json", activation_function="mypkg.Act"), {},
      r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
     (_BERT, settings(sbert_ce_default_activation_function="mypkg.Act"), {}, r"config\.json .*'mypkg\.Act'"),
@@ -655,6 +695,18 @@ def test_wide_mt5_with_other_answers_is_refused(tmp_path: Path, monkeypatch: pyt
     [
         (t5.monot5, None, {"dtype": "float16"}, r"leave the range of float16.*use bfloat16 or float32"),
         (sparse_encoders.splade, None, {"cache_precision": "int8"}, "would round the ids of words"),
+        (
+            cross_encoders.qwen3_in_chat,
+            written("chat_template.jinja", "{{ messages[0].content }}"),
+            {},
+            "does not read a pair: .*'document' content does not reach .*; check its configuration$",
+        ),
+        (
+            bi_encoders.gte,
+            _both(settings("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"), _bytes_last),
+            {},
+            "tokenizer.json .* put TemplateProcessing last",
+        ),
         (cross_encoders.bert, added("classifier.weight", torch.full((1, 128), 1e38)), {}, "not finite"),
     ],
 )

@@ -325,6 +325,9 @@ VARIANTS = [
         for build in (cross_encoders.qwen2, cross_encoders.roberta, cross_encoders.distilbert,
                       cross_encoders.deberta_v2, cross_encoders.modernbert)
     ),
+    _meant("labels counted from 1", cross_encoders.bert, edits=(settings(id2label={"1": "good"}),)),
+    _meant("another family's tokenizer, some tokens without an embedding", cross_encoders.bert,
+         edits=(settings("tokenizer_config.json", tokenizer_class="RobertaTokenizer"),)),
     _meant("architectures null: a save with prompts", cross_encoders.prompted,
          edits=(settings(architectures=None),)),
     # What files of sentence-transformers set.

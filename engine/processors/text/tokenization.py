@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.checkpoint.recipe import PlainTokenizer
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, remembered_breaks
 from maxsimd.engine.workers import yield_to_smaller
@@ -437,7 +437,8 @@ def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int
 
 
 def _learn_template(encoding: Encoding, texts: int) -> Template:
-    """Learns from an encoded sample which tokens stand around and between its texts."""
+    """Learns from an encoded sample which tokens stand around and between its texts. Raises ModelLoadError
+    for a tokenizer that does not tell them apart."""
     ids: list[list[int]] = [[] for _ in range(texts + 1)]
     types: list[list[int]] = [[] for _ in range(texts + 1)]
     text_types = [0] * texts
@@ -446,6 +447,11 @@ def _learn_template(encoding: Encoding, texts: int) -> Template:
         if text is None:
             ids[texts_before].append(token)
             types[texts_before].append(type_id)
+        elif text >= texts:
+            raise ModelLoadError(
+                "the post_processor in tokenizer.json has a step behind its TemplateProcessing, after which "
+                "special tokens count as texts; put TemplateProcessing last"
+            )
         else:
             texts_before = text + 1
             text_types[text] = type_id
