@@ -413,7 +413,8 @@ def refuse_unsupported(
     first = files.modules[0]["type"].rpartition(".")[2] if files.modules else ""
     if first == "Transformer" and not files.config:
         raise ModelLoadError(f"{model!r} has no config.json of its Transformer; download it whole")
-    if first in UNSUPPORTED_MODULES or (files.modules and not files.config):
+    has_other = first in UNSUPPORTED_MODULES and not has_two_towers(files)  # CLIPModel
+    if has_other or (files.modules and not files.config):
         raise ModelLoadError(
             f"modules.json of {model!r} begins with a {first}, not a transformer, which is not supported; "
             "name a version with a transformer, or use sentence-transformers for it"
