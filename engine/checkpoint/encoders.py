@@ -231,8 +231,7 @@ def _refuse_random_projection(path: str, files: CheckpointFiles, modules: list[A
         where = "modules.json" if files.modules else "config_sentence_transformers.json"
         raise ModelLoadError(
             f"{where} of {path!r} is for late interaction without a projection, and sentence-transformers "
-            "would add a random one; download the whole checkpoint with its 1_Dense folder, or use "
-            "score_type bi-encoder"
+            "would add a random one; download the whole checkpoint with its 1_Dense folder"
         )
 
 
