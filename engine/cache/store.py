@@ -484,6 +484,21 @@ class CachedScore:
         return _ENTRY_BYTES
 
 
+class PairKeys:
+    """The keys of one query's pairs. Reads the query once, which may be far longer than the documents."""
+
+    def __init__(self, query: str, how: str) -> None:
+        self._digest = hashlib.blake2b(digest_size=32)
+        for text in (how, query):
+            part = text.encode("utf-8", "surrogatepass")
+            self._digest.update(len(part).to_bytes(8, "big") + part)
+
+    def key(self, document: str) -> bytes:
+        digest = self._digest.copy()
+        digest.update(document.encode("utf-8", "surrogatepass"))
+        return digest.digest()
+
+
 class ScoreCache:
     """Scores of models that read query and document together, in `limit` bytes. Thread-safe."""
 
@@ -495,16 +510,6 @@ class ScoreCache:
         self._size_watch = CacheSizeWatch(self._memory, "scores", "raise cache_mb")
         self._lock = threading.Lock()
         self.hits = self.misses = 0
-
-    @staticmethod
-    def key(query: str, document: str, how: str) -> bytes:
-        """Returns the digest of a pair and `how` it is read: instruction, truncation, limits."""
-        digest = hashlib.blake2b(digest_size=32)
-        for text in (how, query):
-            part = text.encode("utf-8", "surrogatepass")
-            digest.update(len(part).to_bytes(8, "big") + part)
-        digest.update(document.encode("utf-8", "surrogatepass"))
-        return digest.digest()
 
     def find(self, keys: Sequence[bytes]) -> list[CachedScore | None]:
         """Returns the entry of each key, or None. Counts hits and misses."""

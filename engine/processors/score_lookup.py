@@ -8,10 +8,11 @@ from typing import Self
 
 import numpy as np
 
-from maxsimd.engine.cache.store import CachedScore, ScoreCache
+from maxsimd.engine.cache.store import CachedScore, PairKeys, ScoreCache
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.processors.processor import ScorePlan, Scores
 from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.workers import yield_to_smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class ScoreLookup:
     def find(self, request: ScoreRequest) -> FoundScores:
         if self._cache is None or request.cache == "bypass":
             return FoundScores.none(request)
-        keys = self._keys(self._cache, request)
+        keys = self._keys(request)
         found: list[CachedScore | None] = [None] * len(keys)
         if request.cache == "use":
             entries = iter(self._cache.find([key for key in keys if key is not None]))
@@ -116,7 +117,7 @@ class ScoreLookup:
         cached = {i: entry for i, entry in enumerate(found) if entry is not None}
         return FoundScores(len(keys), new, cached, [keys[i] for i in new], self._cache)
 
-    def _keys(self, cache: ScoreCache, request: ScoreRequest) -> list[bytes | None]:
+    def _keys(self, request: ScoreRequest) -> list[bytes | None]:
         """Returns the key of each document's score; None for pairs with pictures, which are not cached."""
         how = f"{request.truncation!r} {request.instruction!r} {request.cache_owner!r}"
         if self._together and len(request.queries) == 1:
@@ -126,10 +127,15 @@ class ScoreLookup:
                 all_documents.update(len(text).to_bytes(8, "big") + text)
             how = f"{how} {all_documents.hexdigest()}"
         keys: list[bytes | None] = []
+        of_query: dict[int, PairKeys] = {}
         for i, document in enumerate(request.documents):
-            query = request.queries[request.query_of(i)]
+            number = request.query_of(i)
+            query = request.queries[number]
             if isinstance(query, str) and isinstance(document, str):
-                keys.append(cache.key(query, document, how))
+                yield_to_smaller()
+                if number not in of_query:
+                    of_query = {number: PairKeys(query, how)}
+                keys.append(of_query[number].key(document))
             else:
                 keys.append(None)
         return keys

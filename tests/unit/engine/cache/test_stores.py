@@ -16,7 +16,14 @@ import torch
 
 from maxsimd.engine.cache import embeddings as cached
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, FrequencySketch, MemoryStore, ScoreCache
+from maxsimd.engine.cache.store import (
+    CachedScore,
+    EmbeddingCache,
+    FrequencySketch,
+    MemoryStore,
+    PairKeys,
+    ScoreCache,
+)
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.cache.entries import entry, key, same
 
@@ -483,9 +490,22 @@ def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.Lo
     embeddings.close()
 
 
+def test_a_long_query_is_read_once_for_the_keys_of_its_documents() -> None:
+    class Counted(str):
+        reads = 0
+
+        def encode(self, *how: str) -> bytes:
+            Counted.reads += 1
+            return super().encode(*how)
+
+    request = ScoreRequest((Counted("a query"),), ("a", "b", "b"))
+    keys = ScoreLookup(ScoreCache(10 * 512), together=False).find(request).keys
+    assert (len({*keys}), Counted.reads) == (2, 1)
+
+
 def test_scores_have_keys_of_their_texts_and_a_limit() -> None:
     texts = (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
-    assert len({ScoreCache.key(*each) for each in texts}) == 4
+    assert len({PairKeys(query, how).key(document) for query, document, how in texts}) == 4
     cache = ScoreCache(10 * 512)
     cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False, 1)) for i in range(30))
     assert (cache.entries, cache.memory_bytes, cache.evictions) == (10, 5120, 20)
