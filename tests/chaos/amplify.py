@@ -3,6 +3,7 @@ long those wait, how much memory the server takes, and whether each answer is ri
 Usual large requests are among them, which must succeed."""
 
 import base64
+import gzip
 import http.client
 import json
 import random
@@ -58,6 +59,7 @@ class Attack:
     must_succeed: bool = False
     holds: float | None = None
     first: bytes | None = None
+    encoding: str = "identity"
 
 
 def _json(**fields: Any) -> bytes:
@@ -132,6 +134,8 @@ def _on_embedded() -> Iterator[Attack]:
     yield Attack("/tokenize of 2 million letters", "/tokenize", _json(text="a" * 2_000_000), clients=4)
     yield Attack("/decode of 200,000 lists", "/decode", _json(ids=[[]] * 200_000), 200_000)
     yield Attack("token ids beyond the embedding", "/v1/embeddings", _json(input=[[2**31] * 1000] * 100))
+    body = gzip.compress(b"") * 400_000
+    yield Attack("400,000 compressed files in a row", "/rerank", body, clients=2, encoding="gzip")
     body = _json(query="a", documents=["word " * 12_000_000])
     yield Attack("five bodies that stop", "/rerank", body, clients=5, holds=0.999)
 
@@ -170,6 +174,8 @@ def _on_reranker() -> Iterator[Attack]:
         body = _json(queries=_texts(2000, 20), documents=_texts(2000, 20), instruction="word " * words)
         body = body[:-1] + b', "timeout": 10}'
         yield Attack(f"N:N, instruction of {words:,} words", "/score", body, 2000, timeout=10)
+    body = _json(query="a b " * 1_000_000, documents=["a"] * 5000, timeout=5)
+    yield Attack("query of 4 MB over 5,000 documents", "/rerank", body, 5000, timeout=5)
     body = _json(query="a", documents=_texts(2000, 20), instruction="word " * 800, timeout=10)
     yield Attack("one query, long instruction", "/rerank", body, 2000, timeout=10)
 
@@ -184,6 +190,13 @@ def _on_clip() -> Iterator[Attack]:
     for width, height in ((8000, 1), (49_000_000, 1), (1, 1_000_000), (7000, 7000)):
         body = _json(query="a", documents=[{"image": _png(width, height)}])
         yield Attack(f"picture of {width:,} x {height:,}", "/rerank", body, 1, clients=2)
+    # Each line has a pixel, and is filled up one by one.
+    head = struct.pack("<IiiHHIIiiII", 40, 7000, 7000, 1, 8, 1, 0, 0, 0, 256, 0) + bytes(1024)
+    bitmap = b"BM" + struct.pack("<IHHI", 0, 0, 0, 14 + len(head)) + head + b"\1\0\0\0" * 7000
+    markers = b"\xff\xd8" + b"\xff\xe5\0\2" * 5_000_000
+    for name, data in (("a bitmap of 28 kB", bitmap), ("5 million markers", markers)):
+        body = _json(query="a", documents=[{"image": base64.b64encode(data).decode()}])
+        yield Attack(name, "/rerank", body, 1, clients=2)
 
 
 _SERVERS: dict[str, tuple[Callable[[Path], str] | None, Callable[[], Iterator[Attack]]]] = {
@@ -196,11 +209,12 @@ _SERVERS: dict[str, tuple[Callable[[Path], str] | None, Callable[[], Iterator[At
 }
 
 
-def _post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+def _post(port: int, path: str, body: bytes, encoding: str = "identity") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE_SECONDS)
     try:
         with suppress(ConnectionError):  # an answer may come before all of the body is read
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+            connection.request("POST", path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
@@ -285,7 +299,7 @@ def _attacked(server: Running, attack: Attack, small: SmallRequests, alone: floa
     def send(number: int) -> tuple[float, int, bytes]:
         began = time.monotonic()
         if attack.holds is None:
-            status, body = _post(server.port, attack.path, attack.body)
+            status, body = _post(server.port, attack.path, attack.body, attack.encoding)
         else:
             status, body = _hold(server.port, attack)
         return time.monotonic() - began, status, body

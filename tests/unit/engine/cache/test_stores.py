@@ -24,6 +24,8 @@ from maxsimd.engine.cache.store import (
     PairKeys,
     ScoreCache,
 )
+from maxsimd.engine.processors.score_lookup import ScoreLookup
+from maxsimd.engine.requests import ScoreRequest
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.cache.entries import entry, key, same
 
@@ -498,7 +500,7 @@ def test_a_long_query_is_read_once_for_the_keys_of_its_documents() -> None:
             Counted.reads += 1
             return super().encode(*how)
 
-    request = ScoreRequest((Counted("a query"),), ("a", "b", "b"))
+    request = ScoreRequest(queries=(Counted("a query"),), documents=("a", "b", "b"))
     keys = ScoreLookup(ScoreCache(10 * 512), together=False).find(request).keys
     assert (len({*keys}), Counted.reads) == (2, 1)
 
