@@ -25,9 +25,7 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/v1/inference/all-MiniLM-L6-v2"): _SCORES,
     **{("POST", path): {"input": "d"} for path in ("/v1/embeddings", "/embeddings", "/v1/multi-vector")},
     **{("POST", path): {"input": "d"} for path in ("/pooling", "/classify", "/api/embed")},
-    **{
-        ("POST", path): {"inputs": "d"} for path in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")
-    },
+    **{("POST", url): {"inputs": "d"} for url in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")},
     ("POST", "/tokenize"): {"text": "d"},
     ("POST", "/detokenize"): {"tokens": [101]},
     ("POST", "/decode"): {"ids": [101]},
@@ -120,12 +118,10 @@ class Caller:
         assert answer.status >= 400, answer.body
         return answer.status, json.loads(answer.body)["error"]
 
-    async def refused(
-        self, path: str, body: Any, status: int, param: str | None = None, says: str = ""
-    ) -> Any:
+    async def refused(self, path: str, body: Any, code: int, param: str | None = None, says: str = "") -> Any:
         """The error of a request that must get this status, be about this field, and say that."""
         found, error = await self.error(path, body)
-        assert (found, says in error["message"]) == (status, True), (path, body, error)
+        assert (found, says in error["message"]) == (code, True), (path, body, error)
         assert param in (None, error["param"]), (path, body, error)
         return error
 

@@ -227,7 +227,7 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
         read(canvas)
 
 
-def test_a_bomb_or_too_long_a_picture_is_refused_before_it_is_read() -> None:
+def test_bombs_and_too_long_pictures_are_refused_unread() -> None:
     for width, height in ((1_001, 1_000), (2**31 - 1, 2**31 - 1)):
         bomb = _png(width, height, b"\0" * 100)
         tracemalloc.start()

@@ -142,12 +142,10 @@ def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
     assert spans(scheduler.schedule()) == [(1, 0, 30), (0, 100, 170)]
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
-)
-def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(length: int, expected: Spans) -> None:
+@pytest.mark.parametrize(("size", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])])
+def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(size: int, expected: Spans) -> None:
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
-    scheduler.admit(0, texts(0, [length] * 6))
+    scheduler.admit(0, texts(0, [size] * 6))
     scheduler.schedule()
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number))
@@ -376,7 +374,7 @@ def test_small_requests_fill_whole_steps() -> None:
     assert by_request[0] <= 40
 
 
-def test_what_exceeds_the_part_of_large_ones_is_alone_cut_or_last() -> None:
+def test_what_exceeds_the_large_ones_part_is_alone_cut_or_last() -> None:
     for chunked, expected in ((False, [10, 90]), (True, [40, 40, 20])):
         scheduler = beside_small(chunked)
         scheduler.admit(0, texts(0, [90, 10]))

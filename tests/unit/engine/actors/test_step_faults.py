@@ -246,17 +246,6 @@ def configs(stanford_colbert: str, qwen3_embedding: str) -> list[EngineConfig]:
     ]
 
 
-def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
-    assert len(found) == len(expected)
-    # The fault is raised once, so that it can break no more than a part that stands alone.
-    assert sum(isinstance(got, BaseException) for got in found) <= 1, f"{where}: {found}"
-    for got, right in zip(found, expected, strict=True):
-        if isinstance(got, BaseException):
-            assert isinstance(got, RequestFailedError), f"{where}: {got!r}"
-        else:
-            np.testing.assert_allclose(got, right, atol=1e-4, err_msg=where)
-
-
 WHICH = pytest.mark.parametrize("which", ["last statement", *exhaustive("every statement")])
 
 
@@ -272,7 +261,13 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
         for statement in _statements(passed, function, which):
             where = f"{_name(function)}, line {statement}, {config.model}"
             found = await workload.run_with(function, statement, engine)
-            _assert_right(found, expected, where)
+            # The fault is raised once, so that it can break no more than a part that stands alone.
+            assert sum(isinstance(got, BaseException) for got in found) <= 1, f"{where}: {found}"
+            for got, right in zip(found, expected, strict=True):
+                if isinstance(got, BaseException):
+                    assert isinstance(got, RequestFailedError), f"{where}: {got!r}"
+                else:
+                    np.testing.assert_allclose(got, right, atol=1e-4, err_msg=where)
             if workload.faults.raised and function in CACHE_WRITE:
                 assert not any(isinstance(one, BaseException) for one in found), where
             raised += workload.faults.raised

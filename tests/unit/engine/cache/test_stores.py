@@ -400,7 +400,7 @@ def test_a_loop_over_more_than_fits_hits_nearly_what_is_possible(room: int, time
     assert hits(MemoryStore(room * SIZE), asked) >= 0.8 * 2 * room
 
 
-def test_what_is_asked_for_stays_beside_scans_and_replaces_what_was() -> None:
+def test_requests_outlast_scans_and_replace_what_was() -> None:
     room, draw = 250, random.Random(1)
     hot = list(range(200))
     store = MemoryStore(room * SIZE)

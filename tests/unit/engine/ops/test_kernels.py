@@ -35,6 +35,7 @@ from tests.unit.engine.execution.test_packed import CPU, full, laid_out
 from tests.unit.engine.ops import kernel_checks
 
 pytestmark = pytest.mark.usefixtures("two_threads")
+Pack, Shape = Callable[[torch.Tensor], products.Weights], tuple[int, int, int]
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
 
 
@@ -60,7 +61,7 @@ def amx(wanted: bool) -> Iterator[None]:
         products.use_amx(True)
 
 
-def through_gelu(x: torch.Tensor, pack: Callable[[torch.Tensor], products.Weights]) -> torch.Tensor:
+def through_gelu(x: torch.Tensor, pack: Pack) -> torch.Tensor:
     """GELU of numbers [n], behind a layer that leaves them as they are."""
     wide = torch.stack([x, torch.zeros_like(x)], dim=1)
     return products.linear(wide, pack(torch.tensor([[1.0, 0.0]])), None, gelu=True)[:, 0]
@@ -87,7 +88,7 @@ SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130)
 
 
 def random_layer(
-    shape: tuple[int, int, int], dtype: torch.dtype = torch.float32
+    shape: Shape, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, inputs, columns = shape
     random = torch.Generator().manual_seed(rows * inputs + columns)
@@ -105,13 +106,7 @@ def random_layer(
 @given(SHAPES, st.booleans(), st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_linear_equals_the_plain_one(
-    pack: Callable[[torch.Tensor], products.Weights],
-    atol: float,
-    rtol: float,
-    shape: tuple[int, int, int],
-    bias: bool,
-    gelu: bool,
-    tiles: bool,
+    pack: Pack, atol: float, rtol: float, shape: Shape, bias: bool, gelu: bool, tiles: bool
 ) -> None:
     x, weight, all_biases = random_layer(shape, pack(torch.zeros(1, 1)).dtype)
     biases = all_biases if bias else None
@@ -126,7 +121,7 @@ def test_linear_equals_the_plain_one(
 @needs_kernels
 @given(SHAPES, st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
+def test_int8_linear_equals_its_definition(shape: Shape, bias: bool, gelu: bool) -> None:
     x, weight, all_biases = random_layer(shape)
     x = torch.nn.functional.pad(x, (0, shape[1] % 2)).bfloat16()[:, : shape[1]]
     x[0], weight[-1] = 0, 0
@@ -148,9 +143,7 @@ def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bo
 @needs_kernels
 @given(SHAPES, st.booleans(), st.sampled_from([products.pack_float32, products.pack_bfloat16]))
 @settings(deadline=None)
-def test_a_fused_layer_norm_equals_the_plain_one(
-    shape: tuple[int, int, int], strided: bool, pack: Callable[[torch.Tensor], products.Weights]
-) -> None:
+def test_a_fused_layer_norm_equals_the_plain_one(shape: Shape, strided: bool, pack: Pack) -> None:
     rows, inputs, columns = shape
     columns += 1  # of one column, nothing is left but noise
     dtype = pack(torch.zeros(1, 1)).dtype
@@ -174,13 +167,7 @@ def test_a_fused_layer_norm_equals_the_plain_one(
 @given(SHAPES, st.booleans(), st.sampled_from(elementwise.ACTIVATIONS), st.booleans())
 @settings(deadline=None)
 def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
-    pack: Callable[[torch.Tensor], products.Weights],
-    atol: float,
-    rtol: float,
-    shape: tuple[int, int, int],
-    bias: bool,
-    gate: elementwise.Activation,
-    tiles: bool,
+    pack: Pack, atol: float, rtol: float, shape: Shape, bias: bool, gate: elementwise.Activation, tiles: bool
 ) -> None:
     rows, inputs, columns = shape
     columns = 32 * -(-columns // 32)
@@ -313,7 +300,7 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
-    pack: Callable[[torch.Tensor], products.Weights], tiles: bool, inputs: int, columns: int, ending: str
+    pack: Pack, tiles: bool, inputs: int, columns: int, ending: str
 ) -> None:
     x, weight, bias = random_layer((700, inputs, columns), pack(torch.zeros(1, 1)).dtype)
     weights, norm = pack(weight), products.Norm(torch.randn(columns), torch.randn(columns), 1e-12)

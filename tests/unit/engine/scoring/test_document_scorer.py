@@ -41,18 +41,9 @@ def query(sequence_id: int, request_id: int, num_consumers: int) -> TokenSequenc
     return TokenSequence.query(sequence_id, request_id, "token_embed", tokens(2), num_consumers)
 
 
-def document(
-    sequence_id: int,
-    slot: ResultSlot,
-    query_id: int,
-    *,
-    key: bytes | None = None,
-    truncated: bool = False,
-    window: Window | None = None,
-    length: int = 3,
-) -> TokenSequence:
-    payload = DocumentPayload(query_id, key, truncated, window)
-    return TokenSequence.document(sequence_id, slot, "token_embed", tokens(length), payload)
+def document(number: int, slot: ResultSlot, query_id: int, length: int = 3, **more: Any) -> TokenSequence:
+    payload = DocumentPayload(query_id, **more)
+    return TokenSequence.document(number, slot, "token_embed", tokens(length), payload)
 
 
 def pooled(*items: tuple[TokenSequence, torch.Tensor]) -> Pooled:
@@ -122,7 +113,7 @@ def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
     slot = ResultSlot(7, 1)
     text = TokenSequence.text(5, ResultSlot(9, 0), "token_embed", tokens(3))
     step = [(text, rows(5)), (query(4, 9, 0), rows(4)), (query(1, 7, 2), rows(1)), (text, rows(6))]
-    made = ours.score([pooled(*step, (document(2, slot, 1, key=b"k"), rows(2)))])
+    made = ours.score([pooled(*step, (document(2, slot, 1, cache_key=b"k"), rows(2)))])
     assert scores(made) == {slot: near(rows(1), rows(2))}
     assert made.new_embeddings == [], "there is no cache"
     assert len(ours.queries) == 1
@@ -135,6 +126,14 @@ def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
     assert len(ours.queries) == 1, "nothing is released before the commit"
     ours.commit(made.releases)
     assert len(ours.queries) == 0
+    ours = scorer()
+    for request in (7, 8):
+        window = document(10 * request, ResultSlot(request, 0), request, window=Window(request, 2))
+        ours.score([pooled((query(request, request, 2), rows(1)), (window, rows(2)))])
+    ours.drop_request(7)
+    assert (len(ours.queries), len(ours.windows)) == (1, 1)
+    made = ours.score([pooled((document(81, ResultSlot(8, 0), 8, window=Window(8, 2)), rows(3)))])
+    assert scores(made) == {ResultSlot(8, 0): near(rows(1), rows(2), rows(3))}
 
 
 def test_a_document_is_scored_when_its_last_window_has_come() -> None:
@@ -142,7 +141,7 @@ def test_a_document_is_scored_when_its_last_window_has_come() -> None:
     ours = scorer(cache)
     slot, whole_slot = ResultSlot(7, 0), ResultSlot(7, 1)
     windows = [
-        document(10 + i, slot, 1, key=b"k", truncated=True, window=Window(10, 3), length=5 - i)
+        document(10 + i, slot, 1, cache_key=b"k", truncated=True, window=Window(10, 3), length=5 - i)
         for i in range(3)
     ]
     items = [rows(10 + i, i + 1) for i in range(3)]
@@ -168,12 +167,12 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
     cache = cache_of("float32")
     ours = scorer(cache)
     good, source = ResultSlot(7, 0), ResultSlot(7, 1)
-    step = [(query(1, 7, 2), rows(1)), (document(5, source, 1, key=b"k"), rows(5))]
+    step = [(query(1, 7, 2), rows(1)), (document(5, source, 1, cache_key=b"k"), rows(5))]
     skipped: list[scorers.Duplicate | scorers.CacheHit] = []
     cached: list[CachedBatch] = []
     item = entry(rows(5), "float32")
     for slot, query_id in ((ResultSlot(8, 0), 99), (good, 1)):
-        again = document(3 + slot.index, slot, query_id, key=b"k" if kind == "duplicate" else None)
+        again = document(3 + slot.index, slot, query_id, cache_key=b"k" if kind == "duplicate" else None)
         match kind:
             case "new":
                 step.append((again, rows(5)))
@@ -189,17 +188,6 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
     assert scores(made) == {source: expected, good: expected}
     assert dict(made.releases.queries) == {1: 2}
     cache.close()
-
-
-def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
-    ours = scorer()
-    for request in (7, 8):
-        window = document(10 * request, ResultSlot(request, 0), request, window=Window(request, 2))
-        ours.score([pooled((query(request, request, 2), rows(1)), (window, rows(2)))])
-    ours.drop_request(7)
-    assert (len(ours.queries), len(ours.windows)) == (1, 1)
-    made = ours.score([pooled((document(81, ResultSlot(8, 0), 8, window=Window(8, 2)), rows(3)))])
-    assert scores(made) == {ResultSlot(8, 0): near(rows(1), rows(2), rows(3))}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +214,7 @@ def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype,
         def ask(item: int, query_id: int, asked: Any = asked) -> TokenSequence:
             slot = ResultSlot(7 + query_id // 2, len(asked))
             asked[slot] = query_id, item
-            options: Any = {"key": keys[item], "truncated": item % 2 == 0, "length": 20 + item}
+            options: Any = {"cache_key": keys[item], "truncated": item % 2 == 0, "length": 20 + item}
             return document(100 + slot.index, slot, query_id, **options)
 
         step = [(ask(i, draw.choice((1, 2, 3))), item) for i, item in enumerate(items)]
@@ -281,10 +269,10 @@ def test_documents_score_alike_where_they_lie() -> None:
             ours = Scorer(similarity_name, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
             slots = [ResultSlot(7, i) for i in range(4)]
             length = 1 if similarity_name == "cosine" else 9
-            new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
+            new = (document(2, slots[0], 1, cache_key=b"k"), rows(10, length))
             was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
             cached = was_new.new_embeddings[0].entry(0)
-            hits = [scorers.CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
+            hits = [scorers.CacheHit(document(3, slots[1], 1, cache_key=b"k"), cached)]
             # The second asks for a query that is no longer there.
             batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
             made = ours.score([], hits, batches)
