@@ -1,6 +1,7 @@
 """Questions of fronts to engines and their answers, as msgpack. Errors are answers too."""
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -322,11 +323,18 @@ def _schema_of_others(kind: Any) -> dict[str, Any]:
     return {"title": str(kind)}
 
 
+def _without_description(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without the docstring of its type. A field may have the same name."""
+    return {name: each for name, each in schema.items() if name != "description" or not isinstance(each, str)}
+
+
 @cache
 def own_version() -> str:
     """The version of this process: that of the package, and a digest of the format of its messages."""
     _, schemas = msgspec.json.schema_components((Ask, Cancel, Reply), schema_hook=_schema_of_others)
-    digest = hashlib.blake2b(msgspec.json.encode(schemas, order="deterministic"), digest_size=4).hexdigest()
+    encoded = msgspec.json.encode(schemas, order="deterministic")
+    format = json.dumps(json.loads(encoded, object_hook=_without_description))
+    digest = hashlib.blake2b(format.encode(), digest_size=4).hexdigest()
     return f"{__version__} (messages {digest})"
 
 
