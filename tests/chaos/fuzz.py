@@ -206,10 +206,12 @@ def requests(draw: st.DrawFn) -> Strange:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """None came where `status` is 0. `seconds` are from the last byte sent to the last received."""
+    """None came where `status` is 0, and `lost` says how: the wait was over, or the connection ended.
+    `seconds` are from the last byte sent to the last received."""
 
     status: int
     seconds: float
+    lost: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
 
@@ -239,7 +241,10 @@ class Fuzzer:
     def found(self) -> Found:
         rows = [
             ("requests", self._statuses.total()),
-            *((f"answered {status}", number) for status, number in sorted(self._statuses.items())),
+            *(
+                (f"answered {status}" if status else "without an answer", number)
+                for status, number in sorted(self._statuses.items())
+            ),
             ("longest refusal, s", max(self._seconds[False], default=None)),
             ("p99 of refusals, s", percentile(self._seconds[False], 0.99)),
             ("longest accepted, s", max(self._seconds[True], default=None)),
@@ -276,7 +281,7 @@ class Fuzzer:
         self._statuses[status] += 1
         if status == 0:
             if strange.complete:
-                self._offend(f"no answer within {seconds:.1f} s", strange.data)
+                self._offend(f"no answer after {seconds:.1f} s: {answer.lost}", strange.data)
             return
         self._seconds[status < 400].append(seconds)
         limit = _SECONDS + (_TOKEN_FACTOR * tokens / self._speed if status < 400 else 0)
@@ -300,27 +305,41 @@ async def _gathered(asking: Any) -> list[Answer]:
     return list(await asyncio.gather(*asking))
 
 
+class _Received(asyncio.StreamReader):
+    """Gives an answer that came before a reset, as a server sends one that has not read the whole request."""
+
+    def set_exception(self, exc: Exception) -> None:
+        self.feed_eof()
+
+
 async def _ask(port: int, strange: Strange) -> Answer:
     """Sends a request on a connection of its own. One that is not complete is given up soon."""
     patience = _LOST_SECONDS if strange.complete else _PATIENCE_SECONDS
     sent = time.monotonic()
+    reader = _Received()
+    protocol = asyncio.StreamReaderProtocol(reader)
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return Answer(0, time.monotonic() - sent)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: protocol, "127.0.0.1", port)
+    except OSError as error:
+        return Answer(0, time.monotonic() - sent, f"no connection ({error!r})")
+    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     try:
-        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-            async with asyncio.timeout(patience):
-                writer.write(strange.data)
-                # A server that refuses a request at its headers need not read its body.
-                with suppress(OSError):
-                    await writer.drain()
-                sent = time.monotonic()
-                status, headers, body = await read_answer(reader, strange.method)
-                return Answer(status, time.monotonic() - sent, headers, body)
-        return Answer(0, time.monotonic() - sent)
+        async with asyncio.timeout(patience):
+            writer.write(strange.data)
+            # A server that refuses a request at its headers need not read its body.
+            with suppress(OSError):
+                await writer.drain()
+            sent = time.monotonic()
+            status, headers, body = await read_answer(reader, strange.method)
+            return Answer(status, time.monotonic() - sent, "", headers, body)
+    except TimeoutError:
+        lost = f"nothing came within {patience:g} s"
+    except asyncio.IncompleteReadError as error:
+        lost = f"the connection ended behind {len(error.partial)} bytes of an answer"
     finally:
-        writer.transport.abort()
+        transport.abort()
+    return Answer(0, time.monotonic() - sent, lost)
 
 
 def _measure_speed(url: str) -> float:

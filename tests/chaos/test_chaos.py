@@ -1,11 +1,14 @@
 """Short versions of the programs, each against a real server: what is promised holds, whatever the speed."""
 
+import asyncio
+import socket
 from collections.abc import Iterator
 
 import pytest
 
 from tests.chaos.disconnects import disconnect
 from tests.chaos.faults import disturb
+from tests.chaos.fuzz import Strange, _ask
 from tests.chaos.poisoned import poison
 from tests.chaos.running import Running, running
 from tests.chaos.stops import stop
@@ -48,3 +51,16 @@ async def test_what_was_accepted_is_answered_when_the_server_stops(server: Runni
     ended = await stop(server, pool, 1)
     assert not ended.broken, server.log
     assert any(request.status == 200 for request in ended.requests)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(b"HTTP/1.1 431 x\r\n\r\n", 431), (b"", 0)])
+async def test_the_fuzzer_gets_an_answer_that_came_before_a_reset(sent: bytes, status: int) -> None:
+    def answer(listening: socket.socket) -> None:
+        with listening, listening.accept()[0] as client:
+            client.recv(9)
+            client.sendall(sent)  # closing with unread bytes resets the connection
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    asking = _ask(listening.getsockname()[1], Strange(b"x" * 9_000_000, complete=True))
+    found, _ = await asyncio.gather(asking, asyncio.to_thread(answer, listening))
+    assert (found.status, "the connection ended" in found.lost) == (status, not status)
