@@ -28,7 +28,11 @@ const base = new URL(".", document.baseURI);
 const inside = document.getElementById("description");
 
 async function read(key) {
-  if (inside) return JSON.parse(inside.textContent);
+  if (inside) {
+    const description = JSON.parse(inside.textContent);
+    delete description.components.securitySchemes;
+    return description;
+  }
   const answer = await fetch(new URL("openapi.json", base), { headers: key ? { Authorization: `Bearer ${key}` } : {} });
   document.getElementById("ask").hidden = answer.status !== 401;
   if (answer.status === 401) throw new Error(key ? "The server does not know this key." : "This server asks for an API key.");
@@ -41,7 +45,7 @@ async function show() {
   try {
     const spec = await read(key), path = decodeURIComponent(location.hash.slice(1));
     if (path in spec.paths) history.replaceState(null, "", fragmentOf(spec, path));
-    if (base.pathname !== "/") spec.servers = [{ url: base.pathname.replace(/\/$/, "") }];
+    if (!inside && base.pathname !== "/") spec.servers = [{ url: base.pathname.replace(/\/$/, "") }];
     const ui = SwaggerUIBundle({
       spec, dom_id: "#routes", deepLinking: true, filter: true, docExpansion: "list",
       defaultModelExpandDepth: 2, defaultModelsExpandDepth: 0, displayRequestDuration: true,
