@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
 import torch
@@ -132,7 +132,7 @@ def as_item(content: Content, where: str, param: str, rank_fields: RankFields | 
     return as_text(content, where, param, rank_fields)
 
 
-def _are_texts(values: list[Any]) -> bool:
+def _are_texts(values: list[Any]) -> TypeGuard[list[str]]:
     """Whether all values are strings, without a look at each of thousands in Python."""
     return set(map(type, values)) == {str}
 

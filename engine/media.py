@@ -655,7 +655,7 @@ class Content:
 
 def is_pillow(item: object) -> bool:
     """Whether an object is a Pillow image, without importing Pillow."""
-    return _is_pillow_type(type(item))
+    return _is_pillow_type(type(item))  # type: ignore[arg-type]  # mypy: types cannot be hashed
 
 
 @lru_cache(maxsize=256)
