@@ -45,6 +45,8 @@ GROUPS = {
 }
 # Collections that are keywords of an EngineConfig too.
 _IN_PYTHON = ("debug", "model_option")
+# Model options that few models have. In Python, the others stay keywords like any option.
+_OF_FEW_MODELS = {"hybrid_weights", "cutoff_layer", "compress_ratio", "compress_layers"}
 # Collections of options, such as `debug={"attention": "torch"}`, by the group that each is in.
 COLLECTIONS = {"model_option": "model", "limit": "limits", "debug": "advanced"}
 
@@ -72,16 +74,17 @@ def names_within(config: type, collection: str) -> tuple[str, ...]:
 
 
 def with_collections(config: type[C]) -> type[C]:
-    """Lets a configuration take `debug` and `model_option`: options by name. Warns of options within them
-    that are given as keywords."""
+    """Lets a configuration take `debug` and `model_option`: options by name. Warns of keywords for debugging,
+    or for few models, that belong in them."""
     init, names = config.__init__, {each.name for each in fields(config)}  # type: ignore[arg-type]
     within = {name: keyword for keyword in _IN_PYTHON for name in names_within(config, keyword)}
+    hinted = {*names_within(config, "debug"), *_OF_FEW_MODELS}
 
     @wraps(init)
     def init_with_collections(self: C, **given: Any) -> None:
         # `of` gives both collections, and `dataclasses.replace` all options.
         if not given.keys() >= {*_IN_PYTHON} and not given.keys() >= names:
-            for name in within.keys() & given.keys():
+            for name in hinted & given.keys():
                 new = f"{within[name]}={{{name!r}: {given[name]!r}}}"
                 warn(f"write {new} instead of {name}, which still works", FutureWarning, stacklevel=2)
         for keyword in _IN_PYTHON:
