@@ -9,6 +9,7 @@ log and `maxsimd inspect` name them. Tests hold the tables against the keys that
 import dataclasses
 import inspect
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +24,8 @@ from maxsimd.engine.errors import ModelLoadError
 # The most unknown keys of a file that are named.
 _MOST_NAMED = 16
 _NO: Mapping[str, Any] = MappingProxyType({})
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +360,9 @@ PUBLISHED = _known(
 
 def check_settings(config: EngineConfig) -> tuple[str, ...]:
     """Returns the unknown keys of a checkpoint's files on this machine, in a line for each file that has
-    some. Raises ModelLoadError for a key that is refused."""
+    some. Raises ModelLoadError for a key that is refused. Warns of a length beyond the model's positions."""
     model, lines = config.model, []
+    longest = positions = None
     if model is None:
         return ()
     for name, said, known in _files_with_known_keys(model, config.revision, config.trust_remote_code):
@@ -374,6 +378,14 @@ def check_settings(config: EngineConfig) -> tuple[str, ...]:
             more = len(unknown) - _MOST_NAMED
             named = ", ".join(unknown[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
             lines.append(f"{name}: {named}")
+        longest = said.get("max_seq_length", longest)
+        positions = said.get("max_position_embeddings", positions)
+    if isinstance(longest, int) and isinstance(positions, int) and 0 < positions < longest:
+        log.warning(
+            "%s sets max_seq_length to %d, but its config.json has %d positions: longer texts are truncated "
+            "to these; raise max_position_embeddings if the model was trained on longer ones",
+            *(model, longest, positions),
+        )
     return tuple(lines)
 
 

@@ -241,6 +241,7 @@ def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.
         bi_encoders.gte,
         settings(**odd),
         settings(_OF_ALL, whitening=True, query_expansion={"strategy": "min", "length": 4, "tail": 1}),
+        settings("sentence_bert_config.json", max_seq_length=5000),
     )
     config = EngineConfig(model=path, dtype="float32")
     expected = ["config.json: new_norm, scale_logits", f"{_OF_ALL}: whitening, query_expansion.tail"]
@@ -251,6 +252,7 @@ def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.
         return [re.sub(r".* unknown keys in (.*);.*", r"\1", line) for line in lines]
 
     load_model(config, CPU)
+    assert re.search(r"sets max_seq_length to 5000, but its config.json has \d+", caplog.text)
     assert sorted(named()) == sorted(expected)
     assert load_model(config, CPU).compared, "the recipe is to be used"
     assert sorted(named()) == sorted(expected)
