@@ -70,8 +70,10 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 # What torch asks of a device itself.
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "empty.memory_format": lambda size, kind=None, *_, **__: _new(torch.empty(size, dtype=kind)),
-    "empty_strided": lambda size, by, kind=None, *_, **__: _new(torch.empty_strided(size, by, dtype=kind)),
+    "empty.memory_format": lambda size, dtype=None, *_, **__: _new(torch.empty(size, dtype=dtype)),
+    "empty_strided": lambda size, stride, dtype=None, *_, **__: _new(
+        torch.empty_strided(size, stride, dtype=dtype)
+    ),
     "_copy_from": lambda source, into, non_blocking=False: _run(aten.copy_.default, (into, source), {}),
 }
 
