@@ -29,8 +29,10 @@ class PictureError(ValueError):
     """A picture cannot be fetched or read. The message continues the picture's name."""
 
 
-# A progressive JPEG has some ten scans, each a pass over the whole picture.
-_MOST_SCANS = 100
+# A progressive JPEG has some ten scans, each a pass over the whole picture. Previews have some more.
+_MOST_SCANS = 30
+# As much as fits a JPEG's segment. Tags may share their bytes, and older Pillow copies them for each.
+_MOST_EXIF_BYTES = 65_536
 # Chunks of a PNG beside those of its pixels.
 _MOST_CHUNKS = 1_000
 _ONCE = (b"iCCP", b"eXIf")
@@ -351,6 +353,8 @@ def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
     """Makes a picture, white outside of its `box`."""
     from PIL import ImageOps
 
+    if len(image.info.get("exif") or b"") > _MOST_EXIF_BYTES:
+        raise PictureError(f"has more than {_MOST_EXIF_BYTES:,} bytes of EXIF; save it without them")
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode in _SIXTEEN_BITS:
         return Picture(_of_sixteen_bits(np.asarray(image), image.info.get("transparency")))
