@@ -120,7 +120,8 @@ async def test_a_stop_waits_until_explanations_are_made(
     monkeypatch.setattr(DualEncoderPlan, "explanations", slow)
     engine = Engine(config)
     await engine.start()
-    calls = [asyncio.create_task(call("q", ["a"], explain=True)) for call in (engine.score, engine.rerank)]
+    options: Any = {"explain": True, "cache": "bypass"}
+    calls = [asyncio.create_task(call("q", ["a"], **options)) for call in (engine.score, engine.rerank)]
     await begun.acquire()
     stopping = asyncio.create_task(engine.stop())
     try:
