@@ -30,7 +30,7 @@ from repair_wheel import repair
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 READY_SECONDS = 300
-# Of the machines that published wheels are for: manylinux_2_28, as AlmaLinux 8 and Debian 10 have it.
+# glibc of the oldest systems that published wheels support: manylinux_2_28 (AlmaLinux 8, Debian 10).
 NEWEST_GLIBC = 28
 REQUEST = {
     "query": "What is the capital of France?",
@@ -191,7 +191,7 @@ def check_tag(wheel: Path) -> None:
 
 
 def check_words(binaries: Path, outside: Path, environment: dict[str, str]) -> str:
-    """What `maxsimd inspect` says of the kernels, where none were compiled."""
+    """The line of `maxsimd inspect` about kernels where none were compiled."""
     command = [str(binaries / "maxsimd"), "inspect"]
     told = subprocess.run(command, cwd=outside, env=environment, check=True, capture_output=True, text=True)
     [kernels] = re.findall(r"^kernels +(.*)$", told.stdout, re.MULTILINE)

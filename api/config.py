@@ -17,7 +17,7 @@ class SetupError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the HTTP server listens, guards itself and logs."""
+    """Options of the HTTP server: addresses, limits, keys and logs."""
 
     host: str = option(
         "127.0.0.1", "Address; 0.0.0.0 or :: for all", group="server", metavar="ADDRESS", is_usual=True

@@ -234,7 +234,7 @@ class QueuedHandler(logging.Handler):
 
 
 def dropped_events() -> int:
-    """How many events this process has dropped because standard error did not take them."""
+    """The number of events that this process dropped because standard error did not take them."""
     return sum(each.dropped for each in logging.getLogger().handlers if isinstance(each, QueuedHandler))
 
 
@@ -243,7 +243,7 @@ def set_up_logging(level: str, form: str) -> None:
     nobody reads."""
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    # No line shows these.
+    # Lines show none of these.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     # huggingface_hub adds its own handler, which would log each line twice.

@@ -82,7 +82,7 @@ class SeveralModels:
         self._tenants: Mapping[str, Tenant] = {}
         self._is_started = False
         self._is_left = asyncio.Event()
-        # How often all caches were cleared.
+        # Number of times that all caches were cleared.
         self._num_clears = 0
 
     # For the server's life.

@@ -225,7 +225,7 @@ async def collect_when_quiet(is_quiet: Callable[[], bool], resident: Callable[[]
 
 
 def resident_bytes() -> int:
-    """How many bytes of this process are in memory; 0 if the system does not say."""
+    """Bytes of this process in memory; 0 if the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import torch
@@ -37,7 +37,7 @@ from maxsimd.api.wire import (
 from maxsimd.engine import InvalidRequestError, Truncation, Vectors
 from maxsimd.engine.media import AnyPicture, EncodedPicture, Part, PictureUrl
 from maxsimd.engine.media import Content as PictureContent
-from maxsimd.engine.requests import Item
+from maxsimd.engine.requests import Item, are_texts
 from maxsimd.engine.workers import yield_to_smaller
 
 # Texts and pictures, or each text's token ids.
@@ -116,8 +116,8 @@ def check_count(contents: Any, param: str, most: int) -> None:
 
 def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
     """Reads one or many contents."""
-    if isinstance(contents, list) and _are_texts(contents):
-        return [*contents]
+    if isinstance(contents, list) and are_texts(contents):
+        return [*cast("list[str]", contents)]
     return [as_item(content, where, param, rank_fields) for where, content in _named(contents, param)]
 
 
@@ -130,11 +130,6 @@ def as_item(content: Content, where: str, param: str, rank_fields: RankFields | 
             return content_of(content, where, param)
         return _text_of(content, where, param)
     return as_text(content, where, param, rank_fields)
-
-
-def _are_texts(values: list[Any]) -> TypeGuard[list[str]]:
-    """Whether all values are strings, without a look at each of thousands in Python."""
-    return set(map(type, values)) == {str}
 
 
 def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
@@ -201,8 +196,8 @@ def _field_text(name: str, value: Any, rank_fields: RankFields, where: str) -> s
 
 
 def _size_as_yaml(name: str, value: Any, room: int, where: str) -> int:
-    """How many names and values a field has. Raises InvalidRequestError above `room`, or if it is too
-    deep."""
+    """The number of names and values in a field. Raises InvalidRequestError above `room`, or if it is nested
+    too deeply."""
     size, depth, level = _AROUND_A_FIELD + 1, 0, [value]
     while level:
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -241,7 +236,7 @@ def _part_text(part: Any, where: str, param: str) -> str:
 
 
 def truncation_of(request: Common, default: LongDocuments) -> Truncation:
-    """How the request truncates long inputs; `default` if it does not say. Only documents to be scored are
+    """The truncation of long inputs that a request asks for, or `default`. Only documents to be scored are
     read through windows."""
     side = request.truncation_side
     tokens = request.truncate_prompt_tokens
@@ -276,7 +271,7 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
 def tei_truncation(
     truncate: bool | None, direction: Direction | None, default: LongDocuments, may_window: bool = True
 ) -> Truncation:
-    """How text-embeddings-inference's fields truncate long inputs; `default` where they are null."""
+    """The truncation that text-embeddings-inference's fields ask for; `default` where they are null."""
     truncates = default != "error" if truncate is None else truncate
     side = (direction or "").lower()
     return Truncation(
@@ -296,7 +291,7 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if _is_token(value[0]) and all(_is_token(item) for item in value):
             return [value]
         check_count(value, param, most)
-        if _are_texts(value):
+        if are_texts(value):
             return value
         if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}, {"image": ...}
             return [*as_texts_and_pictures(value, param)]
@@ -583,7 +578,7 @@ _SYNONYMS = {
     "top": "top_n",
     "k": "top_n",
 }
-# How alike a misspelled name must be, from 0 to 1.
+# Similarity of a misspelled name that is suggested, from 0 to 1.
 _ALIKE = 0.7
 
 # Fields whose texts may be objects.

@@ -147,7 +147,7 @@ log = logging.getLogger("maxsimd.serve")
 
 # For answers to ended requests, and the rest of answers in buffers.
 _LEAVING_SECONDS = 1.0
-# How often a front checks whether its engines are there, in seconds, and at most.
+# Seconds between a front's checks whether its engines are there, and the most checks.
 _LOOK_SECONDS, _MOST_LOOKS = 0.1, 600
 
 

@@ -248,7 +248,7 @@ class FleetView(Protocol):
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """How many engines are there, and how many are meant to be."""
+        """The numbers of engines that are ready and that are wanted."""
 
     async def metrics(self, own: bytes) -> bytes:
         """Extends this process's page of /metrics to the whole server's."""

@@ -9,8 +9,8 @@ import msgspec
 
 
 def about(description: str, *examples: Any, schema: "Schema | None" = None) -> msgspec.Meta:
-    """What /openapi.json and /docs say of a field. A field that holds other structs takes its example from
-    theirs. `schema` says what a field of type Any may be. Decoding does not look at any of this."""
+    """Description and examples of a field for /openapi.json and /docs. A field that holds other structs takes
+    its example from theirs. `schema` is for fields of type Any. Decoding ignores all of these."""
     return msgspec.Meta(
         description=description, examples=list(examples) or None, extra_json_schema=schema or None
     )
@@ -26,7 +26,7 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 LongDocuments = Literal["truncate", "window", "error"]
 Direction = Literal["left", "right", "Left", "Right"]
 
-# Neither infinite nor NaN, which are text in JSON.
+# Largest number. Infinity and NaN have no JSON.
 _LARGEST = 1e30
 
 # Fields that clients always send and that have no effect.
@@ -220,7 +220,7 @@ Options = Annotated[HubOptions | None, about("Hugging Face's options, without ef
 
 
 class TokensDetails(msgspec.Struct):
-    """How many of the prompt's tokens were not run, and how many documents' embeddings were in the cache."""
+    """Counts of the prompt's tokens that were not run, and of documents with embeddings in the cache."""
 
     cached_tokens: Annotated[int, about("Tokens that were not run, because of the cache.", 9)]
     cached_documents: Annotated[int, about("Documents whose embeddings were in the cache.", 1)]

@@ -341,7 +341,7 @@ def _path(engine: Engine, name: str) -> str:
 
 
 def _ratio(slow: list[float], fast: list[float]) -> float:
-    """How many times as fast, by the median of the rounds' ratios."""
+    """The speedup: the median of the rounds' ratios."""
     return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 2)
 
 

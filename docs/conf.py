@@ -1,4 +1,4 @@
-"""How Sphinx draws the documentation: `make docs` builds it into build/docs."""
+"""Sphinx configuration of the documentation. `make docs` builds it into build/docs."""
 
 import sys
 from pathlib import Path

@@ -30,8 +30,8 @@ _WAITS_PER_RUN, _WAITS_PER_BATCH, _WAITED_STEPS = 1, 8, 2
 _BATCH_SECONDS = 5.0
 # Requests of more than one step leave this share of the queue to smaller ones.
 _KEPT_FOR_SMALL = 0.25
-# Where requests wait for permits, one of more than a step counts as at most this share of the queue, so that
-# others are there while it is prepared and run. No other such request has room beside it.
+# Largest share of the queue that one request counts for when it waits for a permit. Smaller requests are
+# prepared and run beside a large one; a second large one has no room.
 _MOST_COUNTED = 0.5
 # Estimates may be too low or too high by this factor. A request that the count would refuse even then is
 # refused at once.
@@ -401,7 +401,7 @@ class Admission:
         return not used or used + permit.tokens <= most
 
     def _most_queued(self, tokens: int) -> int:
-        """How many tokens may wait, those of a request of `tokens` included."""
+        """The most tokens that may wait, including those of a request of `tokens`."""
         most = self._limits.queued_tokens
         return most if tokens <= self._limits.step_tokens else int(most * (1 - _KEPT_FOR_SMALL))
 

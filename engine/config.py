@@ -28,7 +28,7 @@ class ScoreType(Enum):
     HYBRID = "hybrid"
 
 
-# How many rows of a document may become one, as in FlagEmbedding.
+# Numbers of a document's rows that may become one, as in FlagEmbedding.
 COMPRESS_RATIOS = (1, 2, 4, 8)
 
 
@@ -106,8 +106,8 @@ def with_collections(config: type[C]) -> type[C]:
 @with_collections
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine loads its model and runs it. `debug` and `model_option` take options that are within
-    them."""
+    """Options of an engine: its model, limits and caches. `debug` and `model_option` hold further options by
+    name."""
 
     model: str | None = option(
         None, "Folder or hub id of the checkpoint", group="model", by_default="the embedded all-MiniLM-L6-v2"

@@ -31,7 +31,7 @@ class PictureError(ValueError):
 
 # A progressive JPEG has some ten scans, each a pass over the whole picture. Previews have some more.
 _MOST_SCANS = 30
-# As much as fits a JPEG's segment. Tags may share their bytes, and older Pillow copies them for each.
+# The size of a JPEG's segment. Tags may share their bytes, and older Pillow copies them for each.
 _MOST_EXIF_BYTES = 65_536
 # Chunks of a PNG beside those of its pixels.
 _MOST_CHUNKS = 1_000
@@ -191,7 +191,7 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-# Not TIFF: its tiles may be far larger than the picture, and its gray has many meanings.
+# TIFF is left out: its tiles may be far larger than the picture, and its gray has many meanings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Formats that Pillow reads into one picture at once.
 _READ_AT_ONCE = ("PNG", "JPEG", "BMP")

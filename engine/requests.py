@@ -76,8 +76,8 @@ def priority_number(priority: Priority) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a request runs: the share of the device that it uses (`tenant`, and `priority`, where lower gets
-    more), its `timeout` in seconds, and what happens on timeouts, errors and progress."""
+    """Options of a request's run: its share of the device (`tenant`, and `priority`, where lower gets more),
+    its `timeout` in seconds, and what happens on timeouts, errors and progress."""
 
     priority: Priority = 0
     tenant: str = ""
@@ -207,7 +207,7 @@ class ScoreRequest:
 
     @property
     def reading(self) -> int:
-        """How much there is to read in a thread, as `size` counts it."""
+        """The amount to read in a thread, as `size` counts it."""
         return self.size + _unpacking((*self.queries, *self.documents))
 
     @property
@@ -263,7 +263,7 @@ class EmbedRequest:
 
     @property
     def reading(self) -> int:
-        """How much there is to read in a thread, as `size` counts it."""
+        """The amount to read in a thread, as `size` counts it."""
         return self.size + _unpacking(self.texts)
 
     @property
@@ -271,21 +271,21 @@ class EmbedRequest:
         return len(self.texts)
 
 
-def _are_texts(items: Sequence[Any]) -> bool:
+def are_texts(items: Sequence[Any]) -> bool:
     """Whether all items are strings, without a look at each of thousands in Python."""
     return set(map(type, items)) == {str}
 
 
 def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """The work of unpacking pictures: one may take as long as the largest text."""
-    if _are_texts(texts):
+    if are_texts(texts):
         return 0
     return sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """The size of texts. Vectors take so little time that they do not count."""
-    if _are_texts(texts):
+    if are_texts(texts):
         return sum(map(len, cast("Sequence[str]", texts))) + 64 * len(texts)
     return sum([len(text) for text in texts if not isinstance(text, Vectors)]) + 64 * len(texts)
 
@@ -435,7 +435,7 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
     texts = (texts,) if isinstance(texts, str) else tuple(_in_order(texts, param))
     if not texts:
         raise InvalidRequestError(f"{param} is empty; give at least one text", param)
-    if not _are_texts(texts):
+    if not are_texts(texts):
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InvalidRequestError(f"{param}[{i}] is not a string but {type(text).__name__}", param)
@@ -525,7 +525,7 @@ def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] 
     model `takes_pictures`."""
     given = [inputs] if isinstance(inputs, str) or _is_content(inputs) else [*_in_order(inputs, "input")]
     each: tuple[Any, ...]
-    if _are_texts(given):
+    if are_texts(given):
         each = tuple(given)
     else:
         contents = [as_content(item, i, "input", takes_pictures) for i, item in enumerate(given)]

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long to wait for each of an engine's threads that a stuck device may keep.
+# Seconds to wait for each of an engine's threads that a stuck device may keep.
 _STUCK_SECONDS = 2.0
 # With this many full steps of waiting work, the device has enough to do even if the next requests come
 # slowly.
@@ -66,7 +66,7 @@ _ENOUGH_STEPS = 2
 _SMALL_CHARACTERS, _SMALL_SECONDS = 2048, 0.1
 # Before another start, the requests of an engine that died have this long to end.
 _DEAD_SECONDS = 1.0
-# How many times to look whether a dead engine is gone before another one loads.
+# Checks whether a dead engine is gone before another one loads.
 _MOST_LOOKS = 5
 # Called with a request's values whenever some have arrived; those that have not are None.
 ValuesArrived: TypeAlias = Callable[[PlanT, list[Value | None]], None]
@@ -318,7 +318,7 @@ class Running:
         await call_in_thread(partial(end, self._seconds_for_device()))
 
     def _seconds_for_device(self) -> float | None:
-        """How long the end waits for the device's thread; None for no limit."""
+        """Seconds that the end waits for the device's thread; None for no limit."""
         allowed = self._watchdog.allowance
         return _STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
 

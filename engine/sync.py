@@ -86,7 +86,7 @@ def _blocking(
 
 
 class SyncEngine:
-    """As `Engine`, without async: every method blocks until its result is there.
+    """`Engine` without async: every method blocks until its result is there.
 
     Use it as a context manager, or `start` it and `close` it in the end; it runs an event loop in a thread
     of its own. With `progress` a bar is shown for long lists, unless a call brings a `progress` of its own.
@@ -202,7 +202,7 @@ class SyncEngine:
 
     @wraps(Engine.stream, assigned=())
     def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> "SyncStream":
-        """As `Engine.stream`: `with engine.stream(query, documents) as stream: for new in stream: ...`"""
+        """Streams scores as they are ready: `with engine.stream(query, documents) as s: for new in s: ...`"""
         return SyncStream(lambda: self._engine.stream(queries, documents, **options), self._wait)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
@@ -262,7 +262,7 @@ class SyncEngine:
 
 
 class SyncStream:
-    """As `ScoreStream`, without async."""
+    """`ScoreStream` without async."""
 
     def __init__(
         self, stream: Callable[[], ScoreStream], wait: Callable[[Coroutine[Any, Any, T]], T]

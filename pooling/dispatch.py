@@ -113,5 +113,5 @@ class DispatchPooler:
 
     @property
     def num_states(self) -> int:
-        """How many states of unfinished sequences there are."""
+        """The number of states of unfinished sequences."""
         return sum(method.num_states for method in self._methods.values())

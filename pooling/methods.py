@@ -117,7 +117,7 @@ class PoolingMethod(ABC):
 
     @property
     def num_states(self) -> int:
-        """How many unfinished sequences have state here."""
+        """The number of unfinished sequences with state here."""
         return len(self._states)
 
     def _keep(self, chunk: Chunk, state: Any) -> None:

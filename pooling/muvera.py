@@ -88,7 +88,7 @@ _SHORTEST = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Muvera:
-    """How token matrices become vectors. Only vectors of the same parameters can be compared.
+    """Makes vectors of token matrices. Only vectors of equal parameters are comparable.
 
     In each of `r_reps` repetitions a token x falls into one of 2^`k_sim` regions: bit i of the region's
     number, of value 2^i, is 1 if <g_i, x> > 0, for normal random g_i (SimHash). The token counts as S x /

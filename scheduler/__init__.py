@@ -1,4 +1,4 @@
-"""What runs next: sequences, steps, the token budget and the order of work.
+"""Chooses what runs next: sequences, steps, the token budget and the order of work.
 
 Python and numpy only, without torch and asyncio, so that a million steps can be simulated.
 """

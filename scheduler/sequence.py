@@ -166,8 +166,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """How a score is explained: by the best matches in each window, which have `rows` vectors each, and
-    `with_map` also by the similarities of all vectors."""
+    """Data that explain a score: the best matches in each window of `rows` vectors, and `with_map` the
+    similarities of all vectors."""
 
     rows: tuple[int, ...]
     with_map: bool = False

@@ -42,7 +42,7 @@ def weight_of(tenant_weight: float, priority: int, together: float) -> float:
 
 Item = TypeVar("Item")
 
-# How many of the next items are tried for one that fits.
+# Number of next items that are tried for one that fits.
 _LOOKED_AT = 64
 
 

@@ -330,7 +330,7 @@ def read_texts(path: str) -> dict[str, str]:
 
 
 def read_judgements(path: str) -> Judgements:
-    """As `read_grades`; documents with a number above 0 are relevant."""
+    """Reads judgments as `read_grades` does. Documents with a number above 0 are relevant."""
     return {
         query: {document: grade > 0 for document, grade in grades.items()}
         for query, grades in read_grades(path).items()

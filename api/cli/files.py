@@ -209,7 +209,7 @@ class _Lines:
 
 
 class Progress:
-    """How far a command has come, on standard error: notes first, then a bar of tqdm over `total` texts."""
+    """Progress of a command on standard error: notes first, then a tqdm bar over `total` texts."""
 
     def __init__(self, unit: str) -> None:
         self.total = 0

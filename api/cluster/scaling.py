@@ -18,8 +18,8 @@ _BUSY = 0.7
 
 
 class QueuedTokensPolicy:
-    """As many scorers as finish the queue within `wanted_seconds` at their measured speed, and enough that
-    none is busy for more than seven tenths of the time. Serve applies bounds and delays."""
+    """The number of scorers that finish the queue within `wanted_seconds` at their measured speed, and that
+    are each busy for at most seven tenths of the time. Serve applies bounds and delays."""
 
     def __init__(self, wanted_seconds: float = 2.0) -> None:
         self._wanted_seconds = wanted_seconds

@@ -344,7 +344,7 @@ def greeting(version: str) -> bytes:
 
 
 def difference(first_message: bytes) -> str | None:
-    """How the version of the sender of this message differs from our own; None if it does not."""
+    """The difference between the sender's version and our own, in words; None if there is none."""
     own = own_version()
     if first_message == greeting(own):
         return None

@@ -212,7 +212,7 @@ def as_sequences(value: Any, most: int) -> TextsOrPairs:
 
 
 def _num_texts(sequence: Any) -> int:
-    """How many texts a list has; 0 for anything else."""
+    """The number of texts in a list; 0 for anything else."""
     is_short = isinstance(sequence, list) and len(sequence) <= 2
     return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
 

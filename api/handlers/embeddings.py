@@ -233,7 +233,7 @@ class Pooling(msgspec.Struct):
 
 
 class Encoding(msgspec.Struct):
-    """How vectors were made of token vectors. Only those with the same parameters can be compared."""
+    """Parameters by which vectors are made of token vectors. Only vectors with equal ones are comparable."""
 
     name: Annotated[str, about("Name of the encoding.", "muvera")]
     k_sim: Annotated[int, about("Bits of a region's number.", 3)]
@@ -653,8 +653,8 @@ async def _read_chat(state: ServerState, body: EmbeddingsRequest, chat: Chat) ->
 
 
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
-    """How many vectors of a token an answer may have, so that it takes no more memory than all bodies may;
-    None if the model has none."""
+    """The most token vectors that an answer may have, so that it takes no more memory than all bodies may;
+    None if the model has no token vectors."""
     dim = state.engine.facts.dims.get("token_embed")
     if dim is None or (dimensions is not None and not 1 <= dimensions <= dim):
         return None

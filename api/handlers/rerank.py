@@ -160,7 +160,7 @@ class RerankRequest(Scoring, kw_only=True):
         return OF_TEI if self.top_k is None else OF_TEI | {"top_n"}
 
 
-# What /openapi.json says of the engine's types in an explanation.
+# Descriptions in /openapi.json of the engine's types that an explanation holds.
 ENGINE_FIELDS: dict[type, dict[str, msgspec.Meta]] = {
     TokenMatch: {
         "query_token": about("Token of the query; null for vectors.", "capital"),
@@ -432,7 +432,7 @@ def characters_of(result: RerankResult) -> int:
 
 
 def _num_lines(explanations: Iterable[Explanation | None]) -> int:
-    """How many entries of an answer its explanations take."""
+    """The number of entries that explanations take in an answer."""
     return sum(len(one.matches) + len(one.windows) for one in explanations if one is not None)
 
 

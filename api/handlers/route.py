@@ -79,7 +79,7 @@ class Group(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How /openapi.json and /docs show a route: its group, a line about it, and a body to try."""
+    """Description of a route in /openapi.json and /docs: its group, a line about it, and a body to try."""
 
     group: Group
     summary: str
@@ -247,7 +247,7 @@ _ENCODINGS: dict[str, Encoding | None] = {
 
 
 def encoding_of(headers: Mapping[str, str]) -> Encoding | None:
-    """How a body is compressed. Raises ApiError (415) for unsupported and for several encodings."""
+    """The compression of a body. Raises ApiError (415) for unsupported and for several encodings."""
     given = (value for name, value in headers.items() if name.lower() == "content-encoding")
     named = ", ".join(given).strip().lower()
     if named not in _ENCODINGS:
@@ -271,7 +271,7 @@ def refusal(headers: Mapping[str, str], most_bytes: int) -> ApiError | None:
 
 # Bytes that are decompressed at a time, before other tasks run.
 _PIECE = 64 * 1024
-# Compressed files in a row, of which some writers make one for each 64 KiB. Each takes ten microseconds.
+# Compressed files in a row. Some writers make one for each 64 KiB; each takes ten microseconds to open.
 _MOST_MEMBERS = 10_000
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 # The method that the first byte of zlib's format names (RFC 1950).
@@ -321,8 +321,8 @@ _CONTAINER_BYTES, _STRING_BYTES, _COMMA_BYTES = 80, 80, 40
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """How many arrays and objects (`containers`), strings, including names of fields, and commas between
-    values a JSON text has."""
+    """Counts of a JSON text: arrays and objects (`containers`), strings with the names of fields, and commas
+    between values."""
 
     containers: int
     strings: int
@@ -582,7 +582,7 @@ def _has_many_values(body: bytearray) -> bool:
 
 
 def _decoded(body: bytearray, kind: type[T]) -> T:
-    # Not strict: "1" for a number, "true" or 1 for a boolean.
+    # Without `strict`, "1" is a number, and "true" and 1 are booleans.
     return msgspec.json.decode(body, type=kind, strict=False)
 
 

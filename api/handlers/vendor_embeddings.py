@@ -222,7 +222,7 @@ def _cohere_rows(rows: NDArray[np.float32], name: str) -> list[Any]:
 
 
 def _cohere_truncation(request: CohereEmbedRequest, refuses: bool) -> Truncation:
-    """Which end of long texts is truncated. The server `refuses` long texts by default, or truncates."""
+    """The end at which long texts are truncated. By default the server `refuses` long texts, or truncates."""
     truncates = not refuses if request.truncate is None else request.truncate != "NONE"
     sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
     return Truncation(max_tokens=-1 if truncates else None, side=sides.get(request.truncate))

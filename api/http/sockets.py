@@ -28,7 +28,7 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(asked_for: int | None, descriptors: int) -> int:
-    """How many connections a process with this many descriptors may have. Raises SetupError for more."""
+    """The number of connections for a process with this many descriptors. Raises SetupError for more."""
     if descriptors == resource.RLIM_INFINITY:
         return asked_for or _MOST_BY_DEFAULT
     possible = max(descriptors // 4, descriptors - _OTHER_DESCRIPTORS)

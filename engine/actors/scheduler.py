@@ -267,7 +267,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         try:
             self._scheduler.enter(message.request)
         except ValueError as error:
-            # No request should get here with a sequence that no step can hold; if one does, it alone fails.
+            # Unreachable unless a sequence fits no step. Then its request alone fails.
             log.exception("request %d cannot be run", request_id)
             message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
@@ -444,7 +444,7 @@ class Watchdog:
 
     @property
     def allowance(self) -> float:
-        """How many seconds the steps on the device may make no progress."""
+        """Seconds that the steps on the device may take without progress."""
         if self._timeout == 0:
             return math.inf
         expected = self._scheduler.step_times.most_seconds(self._scheduler.running_work)

@@ -273,7 +273,7 @@ def is_damage(error: Exception) -> bool:
     # SQLite's messages quote table definitions, which cannot be decoded if they are damaged.
     if isinstance(error, DamagedError | UnicodeDecodeError):
         return True
-    # No entry of ours is too big, or there twice.
+    # Our own entries are never too big, or there twice.
     codes = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_CONSTRAINT)
     return _code(error) in codes
 

@@ -43,14 +43,14 @@ _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "
 _CLASSIFIER = "ForSequenceClassification"
 # The layers of classifiers that have a row for each label.
 _LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-# How matrices may have been begun without a change to the base.
+# Initializations of matrices that leave the base unchanged.
 _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 # A projection that sentence-transformers' modules have, merged.
 _PROJECTION = "custom_text_proj"
 # The first parts of all names.
 _WRAPPED = "base_model.model."
-# What stands within the names of tensors that replace the base's, and of matrices, where they were saved with
-# the name of the adapter.
+# Parts of names: of tensors that replace the base's, and of matrices that were saved with the adapter's
+# name.
 _WITHIN_SAVED = re.compile(r"\.modules_to_save\.(default\.)?")
 _DEFAULT = re.compile(r"(\.lora_[A-Za-z_]+)\.default(?=\.weight$|$)")
 

@@ -103,7 +103,7 @@ def _has_head(model: Any, names: Set[str]) -> bool:
     }
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         needed -= set(model._tied_weights_keys or ())
-    # As TensorFlow named norms in old files.
+    # Old files name norms as TensorFlow did.
     there = {name.replace("LayerNorm.gamma", "LayerNorm.weight") for name in names}
     there |= {name.replace("LayerNorm.beta", "LayerNorm.bias") for name in names}
     return needed <= there and any(name.startswith(prefix) for name in names)

@@ -262,7 +262,7 @@ def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped:
     if expansion["token"] is not None:
         token_id = tokenizer.convert_tokens_to_ids(expansion["token"])
     else:
-        # As PyLate has it: [MASK] for encoders, the end-of-text token for decoders.
+        # PyLate pads with [MASK] for encoders and with the end-of-text token for decoders.
         token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
     length = expansion["length"]
     # Without truncation, a query may be longer than the length that shorter ones are filled up to.

@@ -253,10 +253,10 @@ def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) 
             )
 
 
-# How long a hub may take to say which files a checkpoint has: each step of its client's, and all together.
+# Seconds for a hub to list a checkpoint's files: for each request of its client, and for all of them.
 _ASKING_SECONDS, _MOST_ASKING_SECONDS = 5.0, 8.0
-# How long an answer, or a failure, is remembered: about as long as a load takes. A failure is remembered
-# longer if the checkpoint is cached.
+# Seconds for which an answer or a failure is remembered: about as long as a load takes. A failure is
+# remembered longer if the checkpoint is cached.
 _REMEMBERED_SECONDS, _REMEMBERED_CACHED_SECONDS = 60.0, 600.0
 
 
@@ -463,7 +463,7 @@ def local_folder(model: str, revision: str | None) -> Path | None:
     return None if found is None else found.parent
 
 
-# How a file begins that Git LFS has left in the place of another, and its greatest length.
+# First bytes of a file that Git LFS left in the place of another, and its greatest length.
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 # Files that are read wherever they are. A folder may hold others, which do no harm however they are.
 _ALWAYS_READ = frozenset(
@@ -586,7 +586,7 @@ def _names_of_weights(folder: Path) -> frozenset[str]:
     except (FileNotFoundError, NotADirectoryError):
         return frozenset(_WEIGHTS)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        # Whoever reads the index says what is wrong with it.
+        # The reader of the index reports its fault.
         return frozenset(_WEIGHTS)
 
 

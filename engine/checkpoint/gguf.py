@@ -480,7 +480,7 @@ BESIDE = "tokenizer.json"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 # In front of words that begin one, where BERT has "##" in front of those that do not.
 _WORD = "\u2581"
-# How Qwen's tokenizers part a text before their merges: published in their tokenizer.json.
+# Pattern by which Qwen's tokenizers split a text before their merges, from their tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"

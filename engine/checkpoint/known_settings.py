@@ -51,7 +51,7 @@ class Known:
         )
 
     def use_of(self, key: str) -> str | None:
-        """How a key is used: applied, irrelevant or refused; None for an unknown one."""
+        """The use of a key: applied, irrelevant or refused; None for an unknown one."""
         if key in self.applied:
             return "applied"
         if key in self.irrelevant:
@@ -145,7 +145,7 @@ def _of_transformers_module() -> Known:
         "query_length document_length query_expansion "
         "processor_kwargs tokenizer_args config_kwargs config_args model_kwargs model_args",
         "unpad_inputs backend",
-        # Nothing would notice a change of the files there.
+        # A change of the files there would go unnoticed.
         {"tokenizer_name_or_path": (None,)},
         query_expansion=_QUERY_EXPANSION,
         modality_config=_each(_MODALITY),
@@ -296,7 +296,7 @@ COMMON = _known(
     "assistant_confidence_threshold assistant_lookbehind target_lookbehind num_beam_groups diversity_penalty "
     "prefix bos_token_id eos_token_id sep_token_id decoder_start_token_id cache_implementation",
     {
-        # No class of this version implements these, unless it declares the key.
+        # Classes of this version implement these only if they declare the key.
         "position_embedding_type": (None, "absolute"),
         "pruned_heads": _UNSET,
         "is_decoder": _OFF,

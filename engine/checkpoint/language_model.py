@@ -30,7 +30,7 @@ NEWLINE = "{{ '\\n' }}"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """How the model card of a published reranker phrases the question and scores the answer.
+    """The question of a published reranker and the score of its answer, from its model card.
 
     The score is logit(`true`) - logit(`false`), or logit(`true`) alone, with `activation` on it."""
 

@@ -54,7 +54,7 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleRules:
-    """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion. The
+    """Rules by which a text in one role becomes token ids: a prompt, its own length, expansion. The
     `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is. A `chat`
     template writes texts, with the prompt in the system's place. Nothing is read behind the first `last_id`.
 
@@ -101,7 +101,7 @@ class RoleRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRules:
-    """How a cross-encoder's query and document are joined: by the tokenizer's own template for pairs, or by
+    """Rules that join a cross-encoder's query and document: by the tokenizer's template for pairs, or by
     `template`. A pair that is too long is truncated by `truncation`, as the tokenizers library names it."""
 
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
@@ -110,7 +110,7 @@ class PairRules:
 
 @dataclass(frozen=True, slots=True)
 class ListwiseRules:
-    """How a listwise model's documents are packed into passes: at most `block_documents` in one, and no more
+    """Rules that pack a listwise model's documents into passes: at most `block_documents` in one, and no more
     once a document of the greatest length might not fit into `context`. Longer texts are truncated."""
 
     query_marker: str

@@ -42,7 +42,7 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How weights are stored. `name` is for people; `packed` are several integers of `bits` in one of 32
+    """A storage format of weights. `name` is for people; `packed` are several integers of `bits` in one of 32
     bits. The matrix of each layer has scales of one of the kinds in `scales`, under one of the `endings`, and
     with `shifted` a zero point. `activations` says how the inputs of layers were to be rounded, too."""
 

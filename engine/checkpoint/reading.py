@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 TextRole = Literal["query", "document"]
 
-# As sentence-transformers looks for the prompt of documents.
+# Names under which sentence-transformers looks for the prompt of documents, in its order.
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 # A character that no text has, to find where a template writes the document.
 _PLACE = "\ue0a3"
@@ -125,7 +125,7 @@ class LibraryReader:
         return [float(score) for score in self._model.similarity(of_query, encoded)[0]]
 
     def _prompt_of(self, role: TextRole | None) -> str | None:
-        """As `encode_query`, `encode_document` and `encode` choose it."""
+        """The prompt that `encode_query`, `encode_document` or `encode` would choose."""
         names = {"query": ("query",), "document": _DOCUMENT_PROMPTS}[role] if role is not None else ()
         name = next((name for name in names if name in self._model.prompts), None)
         prompt: str | None = self._model._resolve_prompt(None, name)

@@ -101,7 +101,7 @@ def facts_of(tokenizer: Any) -> TokenizerFacts:
     )
 
 
-# How far results may differ from the libraries', as a share of the largest number: float32 rounding.
+# Largest difference from the libraries' results, as a share of the largest number: float32 rounding.
 _TOLERANCE = 1e-5
 
 # Modules without weights that a recipe can name: activations, and what turns logits into scores.
@@ -350,7 +350,7 @@ class _StoredTensors:
         return any(self._named(name))
 
     def place_of(self, name: str, tensor: torch.Tensor, within: str | None = None) -> TensorPlace:
-        """Where a tensor of the model comes from: the one place, in the folder `within` if it is given, where
+        """The source of a tensor of the model: the one place, in the folder `within` if it is given, where
         a tensor of that name has its values. Raises UnfitError where there is none, or several."""
         places = [
             place
@@ -597,7 +597,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _proof(made: LoadedModel, model: LoadedModel) -> str:
-    """How the results of two models that share their weights compare. Raises UnfitError where they differ."""
+    """A comparison of two models that share their weights, in words. Raises UnfitError if results differ."""
     sequences = list(_probe_sequences(made, model))
     worst = 0.0
     # Conversions come first: tensors that are made in inference mode cannot be changed outside of it.
@@ -640,7 +640,7 @@ def _probe_sequences(made: LoadedModel, model: LoadedModel) -> Iterator[TokenSeq
     if model.score_task == "classify":
         inputs += list(pairs)
     for texts in inputs:
-        # As lists, as sentence-transformers does: an empty second text is otherwise taken for none.
+        # Lists keep an empty second text, as in sentence-transformers; a plain one is taken for none.
         batch = model.tokenizer(*([text] for text in texts))
         expected = {name: rows[0] for name, rows in batch.items() if name != "attention_mask"}
         if made.tokenizer(*texts) != expected:

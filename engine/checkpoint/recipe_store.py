@@ -256,7 +256,7 @@ def _content(
     configurations, or trusted code is in another repository."""
     digest = hashlib.sha256()
     options = [(each.name, getattr(config, each.name)) for each in fields(config)]
-    # Where no model is named, "auto" scores the embedded one in another way than a copy of its folder.
+    # "auto" scores the embedded model in another way than a copy of its folder.
     options.append(("is embedded", config.model is None))
     digest.update(repr([each for each in options if each[0] not in irrelevant]).encode())
     # The build of torch ("+cpu") makes no difference to what is read.

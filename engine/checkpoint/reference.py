@@ -136,7 +136,7 @@ class VisualReference:
     def __init__(self, model: Any, tower: Tower) -> None:
         self._model = model
         self._tower = tower
-        # Where there are types, those of 0 attend to all.
+        # Tokens of type 0 attend to all.
         self._takes_type_ids = declares(model.vlm, "token_type_ids")
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:

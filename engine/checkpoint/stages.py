@@ -87,8 +87,8 @@ def next_stage() -> None:
 
 
 class LoadLock:
-    """A reentrant lock that one load holds at a time. Whoever waits for it can be given up, and waits for a
-    load that was given up no longer than `GIVEN_UP_SECONDS`."""
+    """A reentrant lock that one load holds at a time. A waiting load can be given up. It waits at most
+    `GIVEN_UP_SECONDS` for a load that was given up."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

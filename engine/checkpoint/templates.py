@@ -82,7 +82,7 @@ class ScoreTemplate:
         written = "".join(self._render(segment, used, query, document) for segment in self.segments)
         before = before[: max(0, before.find(_DOCUMENT))]
         query_first = before.count(image_token) == query.count(None)
-        # Where it depends on the document, nothing is shared.
+        # A start that depends on the document cannot be shared.
         return WrittenPair(written, before if written.startswith(before) else "", query_first)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame] | None:
@@ -309,7 +309,7 @@ _PROMPT = "\ue0a1"
 
 
 class ChatRole:
-    """How a checkpoint's template writes what is read in one role: a query, a document, or neither.
+    """A checkpoint's chat template for texts in one role: a query, a document, or neither.
 
     Thread-safe. Raises ModelLoadError for a template that does not write a text as it is, once."""
 

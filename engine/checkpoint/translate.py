@@ -174,7 +174,7 @@ def jina_bert(config: Config, tensors: Collection[str]) -> Config:
     _require(config, {"is_decoder": False})
     said = f"{config.get('_name_or_path')} {config.get('auto_map')}"
     normed = any("layer_norm_q" in name for name in tensors) or (not tensors and "qk-post-norm" in said)
-    # How its code attends, which transformers would take for a name of its own.
+    # The attention of its code; transformers would take it for one of its own names.
     rest = {name: value for name, value in config.items() if name != "attn_implementation"}
     return rest | {"model_type": JinaBertConfig.model_type, "norms_queries_and_keys": normed}
 
@@ -263,7 +263,7 @@ def _require(config: Config, required: Mapping[str, Any]) -> None:
 
 
 _LFM2 = "lfm2_bidirectional"
-# How NVIDIA names pooling, and sentence-transformers.
+# Pooling methods: NVIDIA's names and those of sentence-transformers.
 POOLING = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
 _BASE, _OF_EMBEDDINGS = (
     "sentence_transformers.base.modules",
@@ -272,7 +272,7 @@ _BASE, _OF_EMBEDDINGS = (
 
 
 def language_model_translation(config: Mapping[str, Any]) -> Callable[[Config], Config] | None:
-    """How the config of such a model is translated, or None for a model of another kind."""
+    """The translation of such a model's config, or None for a model of another kind."""
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     if config.get("model_type") == "llama_bidirec":

@@ -97,7 +97,7 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
-    """How a model reads pictures. The `tower` runs the `modules`; a patch of a picture takes it as long as
+    """The picture reader of a model. The `tower` runs the `modules`; a patch of a picture takes it as long as
     the language model takes for `tokens_a_patch` tokens, and as `attention` times that longer for each patch
     that it attends to: all of the picture, or those of its tile, of which there are `attends_within`.
 

@@ -237,7 +237,7 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
 
 def _vision(path: str, architecture: str, processor: Any, vlm: Any) -> Vision:
     if architecture == COLMODERNVBERT:
-        # No chat template writes its contents.
+        # Its contents are written without a chat template.
         return replace(vision_of_tiles(path, vlm, processor), image_token_id=None, image_token="")
     scale = PixelScale.of(processor.image_processor)
     reader: PictureReader
@@ -299,7 +299,7 @@ def _without_template(tokenizer: Any) -> Any:
 
 
 def _rules(path: str, processor: Any) -> RoleRules:
-    """How texts are rendered: behind a prefix, with tokens for augmentation behind them. Raises
+    """Rules for texts: behind a prefix, with tokens for augmentation behind them. Raises
     ModelLoadError where the checkpoint's own processor makes other tokens of a text than these rules."""
     tokenizer = processor.tokenizer
     rendered = {
@@ -465,7 +465,7 @@ def _fill_up(transformer: Any) -> None:
 
 
 def _rules_of_towers(path: str, transformer: Any, prompt: str) -> RoleRules:
-    """How texts are rendered. Raises ModelLoadError where the checkpoint's own processor makes other tokens
+    """Rules for texts. Raises ModelLoadError where the checkpoint's own processor makes other tokens
     of a text than these rules."""
     tokenizer = transformer.tokenizer
     expansion = None

@@ -1,4 +1,4 @@
-"""How checkpoints read pictures: as grids of patches, squares or tiles. Pixels wait in a byte each until a
+"""Readers of pictures for checkpoints: grids of patches, squares or tiles. Pixels wait in a byte each until a
 tower makes features of them."""
 
 import json
@@ -29,7 +29,7 @@ from maxsimd.engine.media import Picture, pillow_of
 from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import TokenSequence
 
-# How the models write a picture.
+# Text of a picture in the models' prompts.
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # Pixels that a processor with nothing but `shortest_edge` may make of a picture.
 _MOST_RESIZED = 20_000_000
@@ -51,8 +51,7 @@ _TILES_TOGETHER = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PixelScale:
-    """How a processor makes numbers of pixels: times `factor`, minus the `mean` of the channel, over its
-    `std`."""
+    """Scale of a processor's pixels: times `factor`, minus the channel's `mean`, divided by its `std`."""
 
     factor: float
     mean: tuple[float, ...]
@@ -258,8 +257,8 @@ class GridTower:
 
 
 def vision_of(path: str, model: Any, processor: Any) -> Vision:
-    """How a model reads pictures, as its processor makes numbers of them. Raises ModelLoadError for one that
-    is not read as expected here."""
+    """The picture reader of a model, equal to its processor. Raises ModelLoadError for a processor that reads
+    them in another way."""
     image_processor = processor.image_processor
     refuse_other_readers(path, image_processor)
     scale = PixelScale.of(image_processor)
@@ -386,8 +385,8 @@ class TileReader:
 
 
 def vision_of_tiles(path: str, model: Any, processor: Any) -> Vision:
-    """How a model reads pictures whose contents a chat template writes. Raises ModelLoadError for one that is
-    not read as expected here."""
+    """The picture reader of a model whose chat template writes contents. Raises ModelLoadError for
+    a processor that reads them in another way."""
     image_processor = processor.image_processor
     refuse_other_readers(path, image_processor)
     config = model.config.vision_config

@@ -310,7 +310,7 @@ def _refuse_misfit(
 
 
 def _extra_prefix(missing: list[str], unexpected: list[str]) -> str:
-    """What stands before the names of all missing tensors in the file, such as the name of a wrapper."""
+    """The prefix that all missing tensors have in the file, such as the name of a wrapper; "" without one."""
     for name in unexpected:
         if missing and name.endswith(f".{missing[0]}"):
             prefix = name.removesuffix(missing[0])

@@ -27,7 +27,7 @@ _QUERIES = (5, 33, 65, 129, 300)
 _DOCUMENTS = ((1, 180, 0, 40), (2000,))
 # Any similarity: at least two tokens, because in hybrid scores the first token of a text matches no other.
 _ITEM_QUERIES, _ITEM_DOCUMENTS = (5, 2, 40), (2, 180, 33, 7)
-# As many words as bfloat16 has exact ids.
+# bfloat16 holds this many ids exactly.
 _WORDS = 256
 
 

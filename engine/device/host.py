@@ -60,8 +60,8 @@ class Cores:
 
     @property
     def threads(self) -> int:
-        """As many threads as can always run. The rest of a quota is for the event loop and the tokenizer: a
-        process that uses up its quota stands still for a while."""
+        """The number of threads that can always run. The rest of a quota is for the event loop and the
+        tokenizer: a process that uses up its quota stands still for a while."""
         return self.affinity if self.quota is None else max(1, min(self.affinity, int(self.quota)))
 
 

@@ -167,7 +167,7 @@ def _given_up() -> list[ModelLoad]:
 
 
 def num_given_up() -> int:
-    """How many loads of this process were given up and still run."""
+    """The number of loads of this process that were given up and still run."""
     return len(_given_up())
 
 

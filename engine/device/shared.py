@@ -25,7 +25,7 @@ from maxsimd.engine.execution.devices import choose_device
 
 T = TypeVar("T")
 
-# How often a seat that is being closed checks whether to wait any longer.
+# Seconds between the checks of a closing seat whether to wait any longer.
 _LOOK_SECONDS = 0.05
 
 

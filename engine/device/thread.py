@@ -89,7 +89,7 @@ class DeviceThread:
 
 
 def num_left_behind() -> int:
-    """How many stuck device threads this process has left behind."""
+    """The number of stuck device threads that this process has left behind."""
     _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
     return len(_left_behind)
 

@@ -146,7 +146,7 @@ _TIMED_ROWS, _TIMED_SIDE = 128, 768
 _TOLERANCE = 1e-5
 # The name of torch's product with weights that are not rounded, which int8 is timed beside.
 _FLOAT32 = "float32"
-# How many times slower int8 must be for a warning: less may be chance.
+# Slowdown by int8 above which a warning is logged. Less may be chance.
 _CLEARLY = 1.1
 
 

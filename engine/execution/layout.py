@@ -122,7 +122,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which rows of a step attend together, in the order of the rows: whole sequences, sequences that share a
+    """The rows of a step that attend together, in order: whole sequences, sequences that share a
     prefix, and chunks that use or fill a `PrefillKV`.
 
     `hides_ends` says whether some whole sequences end in masked tokens."""

@@ -1,5 +1,5 @@
-"""How a model runs: packed if the self-check proves that exact, else padded, else one by one through its own
-library."""
+"""Ways to run a model: packed if the self-check proves that exact, else padded, else one by one through its
+own library."""
 
 import logging
 from collections.abc import Mapping, Sequence

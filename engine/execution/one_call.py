@@ -27,7 +27,7 @@ MOST_ROWS = 4096
 FEW_ROWS, _ROWS_A_THREAD = 512, 32
 # Rows of the small step that is tried at load.
 _TRIED_ROWS = 64
-# How often a small and a large step are timed: at least, and at most while one call is not faster. On a busy
+# Timings of a small and of a large step: the fewest, and the most while one call is not faster. On a busy
 # machine the best of a few times says little.
 _ROUNDS, _ROUNDS_OF_MANY = (5, 40), (1, 4)
 # Seconds of a call.

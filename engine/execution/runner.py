@@ -43,12 +43,12 @@ class ModelRunner(ABC):
 
     @property
     def num_features(self) -> int:
-        """How many pictures have features on the device."""
+        """The number of pictures that have features on the device."""
         return 0
 
     @property
     def num_prefill_kv(self) -> int:
-        """How many sequences have keys and values on the device."""
+        """The number of sequences that have keys and values on the device."""
         return 0
 
 

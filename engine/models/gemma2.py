@@ -14,8 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which rows of a padded batch are attended to, and which of these are a document's: bool [n, rows]
-    each."""
+    """Masks of a padded batch, bool [n, rows] each: rows that are attended to, and those of the document."""
 
     attended: torch.Tensor
     of_document: torch.Tensor
@@ -50,8 +49,8 @@ class Groups:
 
 
 def compressed(rows: Rows, ratio: int) -> tuple[Groups, Rows]:
-    """How the rows of each sequence are grouped where those of its document become fewer, the last group
-    perhaps with fewer rows than the others; and the rows that there are then."""
+    """Groups of rows that become one each in the documents of sequences, and the rows after that. The last
+    group of a document may be smaller than the others."""
     within = rows.of_document.cumsum(dim=1) - 1  # [n, rows], counted from the document's first row
     begins = rows.attended & (~rows.of_document | (within % ratio == 0))
     number = (begins.cumsum(dim=1) - 1).clamp(min=0)  # [n, rows], the group of each row

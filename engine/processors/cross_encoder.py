@@ -65,7 +65,7 @@ class ScoreLabel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPairs:
-    """How the pairs of a plan were read, to find the characters of windows again."""
+    """The reading of a plan's pairs, kept to find the characters of windows again."""
 
     builder: PairBuilder
     request: ScoreRequest

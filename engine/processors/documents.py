@@ -50,7 +50,7 @@ class DocumentInCache(_Document):
     `windows` through which it was read."""
 
     embedding: CachedEmbedding
-    # How often it uses its query's embedding.
+    # Number of times that it uses its query's embedding.
     num_consumers: ClassVar[int] = 1
 
     @property
@@ -92,7 +92,7 @@ class DocumentToRun(_Document):
 
     @property
     def num_consumers(self) -> int:
-        """How often it uses its query's embedding: once a window."""
+        """Number of times that it uses its query's embedding: once a window."""
         return len(self.windows)
 
     @property
@@ -122,7 +122,7 @@ class Documents:
 
     @property
     def truncated(self) -> int:
-        """How many of the request's documents are truncated."""
+        """The number of the request's documents that are truncated."""
         truncated = [document.truncated for document in self.different]
         return sum([truncated[position] for position in self.position_of])
 

@@ -106,7 +106,7 @@ class Query:
 
     @property
     def num_rows(self) -> int:
-        """How many of its tokens are scored."""
+        """The number of its tokens that are scored."""
         return self.built.num_rows if isinstance(self.built, BuiltText) else len(self.built)
 
 

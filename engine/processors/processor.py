@@ -112,7 +112,7 @@ class Plan(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """How the scores of a model become numbers from 0 to 1 for requests with `normalize`.
+    """The conversion of a model's scores into numbers from 0 to 1 for requests with `normalize`.
 
     Probabilities of classifiers stay. Negative cosines become 0. A MaxSim sum is first divided by the
     number of query tokens. A `calibration` then makes probabilities."""

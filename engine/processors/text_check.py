@@ -118,7 +118,7 @@ class _Check:
             reason = f"{self._reader.library} does not read {kind}: {failure}".rstrip(".")
             if kind != _NEITHER:
                 raise ModelLoadError(f"{self._model.name!r} is not served: {reason}; check its configuration")
-            # No score depends on these.
+            # Scores do not depend on these.
             log.warning("embed texts of %s as queries or documents: %s", self._model.name, reason)
         if not self._compared:
             raise ModelLoadError(f"none of the texts of the self-check can be read: {self._refusal}")

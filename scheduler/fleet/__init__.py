@@ -1,7 +1,7 @@
-"""Which of many engines scores which documents of a request, and what happens when one of them dies.
+"""Divides the documents of a request among many engines, and goes on when one of them dies.
 
-Pure Python and numpy, without clock, network or model: whoever sends the parts does the rest, so that all
-of it can be simulated a million requests at a time.
+Pure Python and numpy, without clock, network or model. The sender of the parts does the rest, so a million
+requests can be simulated.
 """
 
 from maxsimd.scheduler.fleet.attempts import Attempts, Fail, FleetError, Merge, RetryBudget, Send

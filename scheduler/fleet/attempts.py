@@ -210,7 +210,7 @@ class Attempts:
 
 
 def _in_turn(part: Part, alive: Sequence[Member]) -> list[Member]:
-    """Who may take a part, in its order; then those that came since it was planned."""
+    """Members that may take a part, in its order; then those that came since it was planned."""
     by_name = {member.name: member for member in alive}
     planned = [member for member in part.members if member.name in by_name]
     names = {member.name for member in planned}

@@ -54,8 +54,8 @@ def mixed(numbers: Digests) -> Digests:
 
 
 def _weights(digests: Digests, slots: Sequence[int]) -> Digests:
-    """How much each member [G] is a document's [N]: [N, G]. A slot counts by its number alone, so that it
-    weighs the same whoever else there is."""
+    """Weights of members [G] for documents [N]: [N, G]. A slot counts by its number alone: other members do
+    not change its weight."""
     of_slots = mixed(np.array(slots, dtype=np.uint64))
     return mixed(digests[:, None] ^ of_slots[None, :])
 

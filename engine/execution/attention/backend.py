@@ -57,7 +57,7 @@ class AttentionBackend(ABC, Generic[M]):
         `layout.groups` are padding, whose result has no meaning."""
 
     def first_rows(self, qkv: QKV, metadata: M) -> torch.Tensor:
-        """As `full`, but only the result for the first row of each sequence counts."""
+        """Computes what `full` does, but only the result for the first row of each sequence counts."""
         return self.full(qkv, metadata)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which attention backend a device runs: the fastest that is installed and shown to be right on it."""
+"""Selects a device's attention backend: the fastest that is installed and shown to be right on it."""
 
 import functools
 import logging

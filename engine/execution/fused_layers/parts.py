@@ -134,7 +134,7 @@ def _random_layer(device: torch.device, inputs: int, outputs: int) -> nn.Linear:
 
 
 def _normal(device: torch.device, rows: int, width: int, seed: int = 0) -> torch.Tensor:
-    # Not the device's own generator, which an attempt at a CUDA graph may have left unusable.
+    # A generator of our own: an attempt at a CUDA graph may have left the device's unusable.
     random = torch.Generator(device).manual_seed(seed)
     return torch.randn(rows, width, generator=random, device=device, dtype=torch.bfloat16)
 

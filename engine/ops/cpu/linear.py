@@ -15,7 +15,7 @@ from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
 LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
 PANEL = 32  # layers are padded to a multiple of this many columns
 INT8_MAX = 127
-# How the kernel counts activations: 0 for none, 1 for GELU, then those of gates in the order of ACTIVATIONS.
+# Numbers of activations in the kernel: 0 for none, 1 for GELU, then gates in the order of ACTIVATIONS.
 _FIRST_GATE = 2
 
 

@@ -197,7 +197,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         start = 0
         if WINDOWED:
             start = tl.maximum(0, first_position - window + 1)
-        # Not causal: what stands in front of a query is in front of all of them.
+        # Without a causal mask: keys in front of a query are in front of all queries.
         attended, total, highest = _over_keys(
             attended, total, highest, query, first_position, last_position,
             prefix_k + kv_head * prefix_k_head, prefix_v + kv_head * prefix_v_head,

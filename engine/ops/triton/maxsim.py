@@ -239,7 +239,7 @@ def _best_by_words(  # type: ignore[no-untyped-def]
         d = unpack_words(packed, q.dtype, BLOCK_D, BLOCK_DIM)
         similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d, transposed)
         best = _with_tile(best, similarity * scale[:, None], FOLD, BLOCK_D, BLOCK_Q)
-        # Nothing prefetches scales but this: they are those of the next turn.
+        # Prefetches the scales of the next turn.
         scale = tl.load(scales + tl.minimum(tile + BLOCK_D + tl.arange(0, BLOCK_D), stop - 1))
     return best
 

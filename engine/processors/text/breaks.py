@@ -634,6 +634,6 @@ def _are_proven(breaks: Breaks, tokenizer: Tokenizer) -> bool:
     sample = _SAMPLE + " ".join(f"a{token}b {token} c, {token}.d" for token in added)
     ends = [*breaks.all(sample), len(sample)]
     texts = [sample, *(sample[start:stop] for start, stop in pairwise([0, *ends]))]
-    # Not as a batch, which would start the library's threads with the priority of this one.
+    # One by one: a batch would start the library's threads with the priority of this one.
     whole, *pieces = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     return bool(whole == [token for piece in pieces for token in piece])

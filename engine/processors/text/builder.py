@@ -268,7 +268,7 @@ class BuiltText:
 
     @property
     def num_rows(self) -> int:
-        """How many of its tokens are pooled."""
+        """The number of its tokens that are pooled."""
         positions = self.tokens.pooled_positions
         return len(self.tokens) if positions is None else len(positions)
 
@@ -373,12 +373,12 @@ class TextBuilder:
 
     @property
     def _most(self) -> int | None:
-        """How many tokens to read of a text that is one sequence."""
+        """The most tokens to read of a text that is one sequence."""
         return self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
 
     @property
     def _most_for_windows(self) -> int | None:
-        """How many tokens to read of a document."""
+        """The most tokens to read of a document."""
         if not self._long_inputs.uses_windows:
             return self._most
         return None if self._max_tokens is None else self._max_tokens + 1
@@ -449,7 +449,7 @@ class TextBuilder:
 
     @property
     def _num_before(self) -> int:
-        """How many tokens stand before a text and its prompt."""
+        """The number of tokens before a text and its prompt."""
         return len(self._template.ids[0]) + len(self._leading)
 
     def _with_fixed_ids(self, ids: TokenIds, types: TokenIds) -> tuple[TokenIds, TokenIds]:
