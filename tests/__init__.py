@@ -1,4 +1,4 @@
-"""What must be settled before anything imports torch: no hub, and how many cores a process may use."""
+"""Settings that must be made before anything imports torch: no hub, and how many cores a process may use."""
 
 import os
 

@@ -16,7 +16,7 @@ QUERY = "how is a file opened"
 DOCUMENTS = [pair.document[:400] for pair in docstring_pairs() if len(pair.document) > 200][:60]
 SHORT = [document[:300] for document in DOCUMENTS]
 _LONG = [" ".join(DOCUMENTS[i : i + 5]) for i in range(12)]
-# What several processes are to answer as one does: good requests and bad ones, to whatever kind of model.
+# Requests that several processes answer as one does: good ones and bad ones, to any kind of model.
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
     ("/score", {"queries": QUERY, "documents": ["a file", "a list", "opened"]}),
@@ -57,7 +57,7 @@ class Clients:
                 task.result()
 
     def check(self, most_failed: int = 0) -> None:
-        """That they were answered, and right. Each has one request at a time, which may be with what dies."""
+        """Asserts that answers are right. Each client may lose the one request that it has at a time."""
         assert self.answered > 0
         assert self.wrong == []
         assert len(self.failed) <= most_failed, self.failed

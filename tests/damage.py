@@ -1,4 +1,4 @@
-"""What can happen to the folder of a cache, and processes that heed the permissions of files."""
+"""Damage to the folder of a cache, and processes that heed the permissions of files."""
 
 import ctypes
 import os

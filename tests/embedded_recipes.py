@@ -17,7 +17,7 @@ SCORE_TYPES = ("auto", "late-interaction", "bi-encoder")
 
 
 def made_anew(score_types: Sequence[str] = SCORE_TYPES) -> Shipped:
-    """What the package ships for these types. Raises ModelLoadError where texts are read otherwise."""
+    """Recipes that the package ships for these types. Raises ModelLoadError if texts are read otherwise."""
     recipes, texts = {}, []
     for score_type in score_types:
         config = EngineConfig(score_type=score_type)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What all tests share: checkpoints, engines and real text."""
+"""Fixtures of all tests: checkpoints, engines and real text."""
 
 import gc
 import logging
@@ -81,7 +81,7 @@ async def engines() -> AsyncIterator[Engines]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> SharedCheckpoints:
-    """What builds a checkpoint, to its path: built once a run, and not to be changed."""
+    """The path of the checkpoint that a builder makes: built once a run, and not to be changed."""
     return shared_checkpoints(tmp_path_factory)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 
 def nearly(expected: Any) -> Any:
-    """What compares equal to the same dictionaries, lists and dataclasses with nearly the same floats."""
+    """A value that equals the same dictionaries, lists and dataclasses with nearly the same floats."""
     if is_dataclass(expected) and not isinstance(expected, type):
         return _Nearly(type(expected), nearly(asdict(expected)))
     if isinstance(expected, dict):

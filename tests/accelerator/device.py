@@ -17,7 +17,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BETWEEN_DEVICES = {aten.copy_, aten._to_copy}
 
 
-# What Python makes of a tensor's numbers, after a copy.
+# Methods that Python answers from a copy of a tensor's numbers.
 _OF_THE_HOST = (torch.Tensor.tolist, torch.Tensor.__format__, torch.Tensor.__repr__)
 
 # The operation whose results are wrong, by its full name, if any is.
@@ -68,7 +68,7 @@ def add_device() -> None:
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
-# What torch asks of a device itself.
+# Operations that torch asks of the device itself.
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "empty.memory_format": lambda size, dtype=None, *_, **__: _new(torch.empty(size, dtype=dtype)),
     "empty_strided": lambda size, stride, dtype=None, *_, **__: _new(

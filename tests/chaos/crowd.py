@@ -26,7 +26,7 @@ _RECOVERY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What the clients of a process send, their pauses in seconds, and the share that they abandon."""
+    """The requests of a process's clients, their pauses in seconds, and the share that they abandon."""
 
     draw: Callable[[Pool, random.Random], Ask]
     clients: int

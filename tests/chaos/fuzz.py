@@ -217,7 +217,7 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """As many as it says were run or read; where it does not say, as many as it may hold."""
+        """The tokens that it says were run or read; where it does not say, as many as it may hold."""
         with suppress(ValueError):
             told: Any = json.loads(self.body)
             if isinstance(told, dict):
@@ -287,7 +287,7 @@ class Fuzzer:
         limit = _SECONDS + (_TOKEN_FACTOR * tokens / self._speed if status < 400 else 0)
         if seconds > limit and len(strange.data) < _SMALL_BODY:
             self._offend(f"status {status} after {seconds:.2f} s, more than {limit:.2f}", strange.data)
-        # What asks for little time may be told that it has passed.
+        # A request with a short timeout may be told that it has passed.
         if status >= 500 and not (status == 504 and b"timeout" in strange.data):
             self._offend(f"status {status}: {answer.body[:300]!r}", strange.data)
         if status >= 400 and strange.method != "HEAD" and strange.complete:

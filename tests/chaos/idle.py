@@ -76,11 +76,11 @@ class Kind:
             self.seconds.append(time.monotonic() - opened)
 
     async def _read(self, client: socket.socket) -> bytes:
-        """What came, or is about to; nothing once the connection is closed."""
+        """Bytes that came, or are about to; none once the connection is closed."""
         loop = asyncio.get_running_loop()
         if self.reads is not None:
             await asyncio.sleep(1)
-            # What came before the end stays where it is, and hides the end.
+            # Bytes that came before the end stay unread, and hide the end.
             closed = select.poll()
             closed.register(client, select.POLLHUP)
             return b"" if closed.poll(0) else await loop.sock_recv(client, self.reads)

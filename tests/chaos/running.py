@@ -22,9 +22,8 @@ _SETTLING_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a server holds: the engine's work by name, asyncio's tasks, and descriptors. Two states are
-    compared without what is allocated: bytes in the C library's heaps (None if unknown) and Python's small
-    objects."""
+    """A server's work by name, asyncio tasks and descriptors. Comparisons leave out memory: bytes in the C
+    library's heaps (None if unknown) and Python's small objects."""
 
     held: dict[str, int]
     tasks: int

@@ -38,7 +38,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def malloc_bytes() -> int | None:
-    """What is in use in the C library's heaps and mappings; None without glibc 2.33."""
+    """Bytes in use in the C library's heaps and mappings; None without glibc 2.33."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return None

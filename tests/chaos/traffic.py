@@ -240,7 +240,7 @@ def judge_refusal(allowed: set[int], status: int, headers: Headers, answer: byte
 
 
 def error_mismatch(status: int, headers: Headers, answer: bytes) -> str | None:
-    """What an error lacks of the one shape of all errors."""
+    """The mismatch of an answer with the one shape of all errors; None if there is none."""
     try:
         error = json.loads(answer)["error"]
         has_all = set(error) == {"message", "type", "param", "code"} and bool(error["message"])

@@ -88,7 +88,7 @@ def _names_of_parts(config_class: Any) -> Iterator[str]:
         yield from _names_of_parts(part)
 
 
-# What sentence-transformers does not score, built though it is.
+# Architectures that can be built, and that sentence-transformers does not score.
 UNSCORED = {
     # It finds none of their encoder's tensors, and leaves them random.
     *("blenderbot", "blenderbot-small", "m2m_100", "marian", "pegasus", "pegasus_x", "prophetnet"),
@@ -132,7 +132,7 @@ def save_tokenizer(model_type: str, folder: Path) -> int:
     return byte_level_bpe(folder, XLM_R, "<s> $A </s>", pair, model_input_names=names)
 
 
-# What decays, mixes or measures time, and is stable about where it starts.
+# Parameters that decay, mix or measure time, and are stable about where they start.
 _KEPT_NEAR = re.compile(r"A_log|dt_bias|\.D$|time_decay|time_first|time_mix|recurrent_param")
 
 
@@ -319,7 +319,7 @@ def _settings(config_class: Any, vocabulary: int) -> dict[str, Any]:
 
 
 def _one_of_each_layer(default: Any) -> dict[str, Any]:
-    """As many layers as there are kinds of them, two at least."""
+    """The number of layers: one for each kind of them, two at least."""
     kinds = {name: list(dict.fromkeys(getattr(default, name, None) or [])) for name in _KINDS_OF_LAYERS}
     kinds = {name: found for name, found in kinds.items() if found and name in vars(default)}
     if not kinds:

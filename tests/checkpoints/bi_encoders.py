@@ -191,7 +191,7 @@ def sgpt(folder: Path) -> str:
     return saved_pooled(folder, "weightedmean")
 
 
-# What stands behind pooling, by name; made anew for each save.
+# Modules behind pooling, by name; made anew for each save.
 BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "nothing": list,
     "a residual": lambda: [Dense(128, 128, use_residual=True)],

@@ -95,7 +95,7 @@ def write_gguf(folder: str, path: Path, conversion: Conversion, kind: Kind, more
 
 
 def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
-    """What llama.cpp says of a byte-level tokenizer, filled up to the size of the embeddings."""
+    """llama.cpp's description of a byte-level tokenizer, filled up to the size of the embeddings."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     stated = json.loads(Path(folder, "tokenizer.json").read_text())
     added = {token["id"]: token["special"] for token in stated["added_tokens"]}
@@ -146,7 +146,7 @@ def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> torch.Tensor
     return torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
 
 
-# Of blocks of 256 values, which the package gguf only reads: where two bytes of their scale and of what is
+# Blocks of 256 values, which the package gguf only reads: where two bytes of their scale and of what is
 # taken off are, and values of these with which random bytes become numbers of about 0.1.
 _BLOCKS = {Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4}, Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4}, Kind.Q6_K: {208: 8e-5}}
 

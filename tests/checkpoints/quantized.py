@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a config says, and how a matrix is stored: in blocks of rows and columns with a scale each."""
+    """The text of a config, and the storage of a matrix: blocks of rows and columns with a scale each."""
 
     config: dict[str, Any]
     block: tuple[int | None, int | None]

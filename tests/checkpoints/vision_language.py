@@ -32,7 +32,7 @@ from tests.checkpoints.weights import SIZES, change_config, save_own, save_tenso
 
 _TOWER = {**QWEN_TOWER, "hidden_size": 64, "out_hidden_size": SIZES["hidden_size"], "intermediate_size": 96}
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-# What is in a message, a picture or a text at a time.
+# The parts of a message: a picture or a text at a time.
 _PARTS = (
     "{%- macro parts(message) -%}{%- for part in message.content -%}"
     "{%- if part.type == 'image' -%}" + _PICTURE + "{%- else -%}{{ part.text }}{%- endif -%}"

@@ -14,7 +14,7 @@ from tests.clients import environments, page, servers
 from tests.clients.catalogue import CLIENTS, Client
 
 _SECONDS = 600
-# What the server's process needs and clients must not see; and what would send clients elsewhere.
+# Variables that the server's process needs and clients must not see, or that would send clients elsewhere.
 _OURS = ("PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RAYON_NUM_THREADS")
 
 

@@ -1,4 +1,4 @@
-"""Which clients there are: for each, the environment that it runs in and the file with its checks."""
+"""The clients: for each, the environment that it runs in and the file with its checks."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -59,7 +59,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, se
 
 
 def printed(example: Example, interpreter: str, url: str, variables: Mapping[str, str], folder: Path) -> str:
-    """What an example prints that asks the server at `url`. It runs in the `folder`."""
+    """The output of an example that asks the server at `url`. It runs in the `folder`."""
     script = folder / f"example{_SUFFIXES[example.language]}"
     script.write_text(example.code.replace(URL, url), encoding="utf-8")
     if example.language == "js":

@@ -61,7 +61,7 @@ def _table(head: str, row: str) -> str:
 
 CONFIG = EngineConfig(dtype="float32", score_type="late-interaction")
 _OPTIONS = ("--dtype", "float32", "--score-type", "late-interaction", "--replicas", "2", "--resume")
-# What is killed once this part of the output is there.
+# Processes to kill, each once this part of the output is there.
 KILLS = (("actor", 0.2), ("command", 0.5), ("actor", 0.7))
 # How far a score may be off: rows are run in other steps, so that sums are rounded elsewhere.
 TOLERANCE = 1e-6

@@ -22,7 +22,7 @@ __all__ = ["start_server"]
 
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 LATE = "late"
-# What the next version of it is configured by.
+# The configuration of its next version.
 NEXT: dict[str, int] = {"fronts": 2, "max_batch_tokens": 1_024, "max_documents": 9_999}
 
 

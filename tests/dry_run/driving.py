@@ -388,7 +388,7 @@ def drives(on: OnGPU) -> Iterator[Drive]:
 
 
 def _unattended(on: OnGPU, length: int) -> dict[str, Any]:
-    """Of a query that is filled up with tokens that nobody attends to, if the model has such."""
+    """Options of a query that is filled up with unattended tokens, if the model has such."""
     expansion = on.model.query.expansion
     return {} if expansion is None or expansion.attended else {"attended_len": length - 20}
 
@@ -405,8 +405,8 @@ def _entry(on: OnGPU, tokens: int) -> CachedEmbedding:
 
 
 HELD = Path(__file__).with_name("held.txt")
-# Whose libraries make the host wait within a step and cannot be told not to: those that run padded, and token
-# pooling, which forms clusters on the host.
+# Models whose libraries make the host wait within a step and cannot be told not to: those that run padded,
+# and token pooling, which forms clusters on the host.
 MAY_WAIT = {"SGPT", "native multi-vector, token pooling", "LFM2-ColBERT"}
 # The same of passes over pictures: towers of Qwen-VL and of Idefics3.
 TOWERS_WAIT = {
@@ -434,8 +434,8 @@ _VISUAL = (
     vision_language.colqwen3, vision_language.colsmol, vision_language.qwen3_vl_embedding, two_towers.clip,
     two_towers.siglip,
 )  # fmt: skip
-# What they make has sizes that depend on what tensors hold (which tokens an expert has, which words have a
-# weight): without a device nobody knows them.
+# Models whose results have sizes that depend on the contents of tensors (the tokens of an expert, the words
+# with a weight): without a device nobody knows them.
 _NOT_DRY = {
     "nomic-embed-text-v2-moe",
     *(family.name for family in FAMILIES if family.kind in ("sparse", "hybrid") or "bge-m3" in family.name),

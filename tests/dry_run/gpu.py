@@ -27,7 +27,7 @@ from maxsimd.engine.ops.triton import launch
 
 
 class Fault(AssertionError):
-    """What would be an error or a wait on a real GPU."""
+    """An operation that would be an error or a wait on a real GPU."""
 
 
 class MixedDevices(Fault):
@@ -306,7 +306,7 @@ def _with_index(argument: Any) -> Any:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of the tensor's memory, which its views have in common with it."""
+    """The address of the tensor's memory, which its views have in common with it."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -331,7 +331,7 @@ PROPERTIES = SimpleNamespace(
 )  # fmt: skip
 
 
-# What a grid may be: 2^31 - 1 programs along x, 65535 along y and z.
+# The largest grid: 2^31 - 1 programs along x, 65535 along y and z.
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 
 
@@ -370,7 +370,7 @@ def fake_gpu() -> Iterator[FakeGPU]:
         # It does so while a graph is captured.
         stand_in = lambda tensor: gpu._graph is not None  # noqa: E731
         stack.enter_context(mock.patch("transformers.utils.import_utils.is_fake_tensor", stand_in))
-        # What is remembered of a device is remembered of this one for no longer than it is there.
+        # Limits that are cached for this device are forgotten once it is gone.
         stack.callback(launch.limits.cache_clear)
         launch.limits.cache_clear()
         stack.enter_context(_no_guard())
@@ -378,7 +378,7 @@ def fake_gpu() -> Iterator[FakeGPU]:
         yield gpu
 
 
-# Where torch's library has what switches between the devices of a type, and the numbers of two types.
+# torch's table of guards, which switch between the devices of a type, its size, and the numbers of two types.
 _GUARDS, _TYPES, _CUDA, _META = "_ZN3c104impl26device_guard_impl_registryE", 21, 1, 14
 
 

@@ -47,8 +47,8 @@ def gpu() -> Iterator[FakeGPU]:
     "name", [*sorted(driving.ONE_OF_EACH), *exhaustive(*sorted(BY_NAME.keys() - driving.ONE_OF_EACH))]
 )
 def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], driving.Loaded]) -> None:
-    """No step mixes devices or waits, but for towers whose code is not ours. `python -m tests.dry_run
-    --write` holds the costs."""
+    """Steps mix no devices and wait for none, but for towers whose code is not ours. The costs are those that
+    `python -m tests.dry_run --write` has held."""
     model = loaded(name)
     with fake_gpu() as gpu:
         gpu.may_wait = name in driving.MAY_WAIT

@@ -1,1 +1,1 @@
-"""What only a GPU can show; skipped where there is none (`make test-gpu`)."""
+"""Tests that need a GPU; skipped where there is none (`make test-gpu`)."""

@@ -68,7 +68,7 @@ def pytest_runtest_call(item):
 
 
 def pytest_collection_finish(session):
-    # What is loaded before processes are forked is left alone by the collector in each of them.
+    # The collector of each forked process leaves alone what was loaded before.
     gc.freeze()
 """
 

@@ -26,7 +26,7 @@ def interpreter() -> str:
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", _FOLDER], check=True)
         asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
         own = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
-        # What comes later on the path is hidden by what comes first.
+        # Earlier folders on the path hide later ones.
         (own / "behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", "--no-deps", "-r", str(REQUIREMENTS)], check=True)

@@ -85,7 +85,7 @@ class Input:
         second = None if types is None or not np.any(types) else int(np.argmax(types))
         rows = tokens.pooled_positions
         rows = np.arange(len(tokens)) if rows is None else rows
-        # Of tokens that are not attended to vLLM knows nothing: all that attend are before them.
+        # vLLM knows nothing of tokens that are not attended to: all that attend are before them.
         within = [int(row) for row in rows if row < tokens.num_attended]
         return cls(tokens.ids[: tokens.num_attended].tolist(), second, within)
 
@@ -159,7 +159,7 @@ class Asked:
 
 
 def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]:
-    """What the engine runs for a request, in the order of its results."""
+    """The sequences that the engine runs for a request, in the order of its results."""
     model = engine.model
     limits = LengthLimits(model.max_tokens, window_overlap=0, side=model.truncation_side)
     made = Processors(ProcessorContext(model, TextTokenizer(model.tokenizer), limits))
@@ -177,7 +177,7 @@ def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]
 async def _by_role(
     engine: Engine, queries: list[str], documents: list[str], task: Any, embed: Any
 ) -> tuple[list[Input], list[Any]]:
-    """What the engine runs for queries and documents, and what it makes of them."""
+    """The sequences that the engine runs for queries and documents, and its results."""
     inputs, made = [], []
     roles: list[tuple[InputType, list[str]]] = [("query", queries), ("document", documents)]
     for role, texts in roles:
@@ -198,7 +198,7 @@ async def _tokens(engine: Engine, queries: list[str], documents: list[str]) -> A
     ours = [rows[: len(asked.rows)] for asked, rows in zip(inputs, made, strict=True)]
 
     def of_rows(asked: Input, theirs: Numbers) -> Numbers:
-        """Of bge-m3 vLLM gives no vector of the first token."""
+        """vLLM gives no vector of bge-m3's first token."""
         return theirs[np.array(asked.rows) - (len(asked.ids) - len(theirs))]
 
     return Asked(inputs, ours, of_rows, engine.model.tasks["token_embed"].normalized)

@@ -1,4 +1,4 @@
-"""What tests change in copies of checkpoints, and what is said where one is refused."""
+"""Changes to copies of checkpoints, and the message where one is refused."""
 
 import json
 from collections.abc import Callable

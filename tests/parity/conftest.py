@@ -1,4 +1,4 @@
-"""What tests of parity share."""
+"""Fixtures of the tests of parity."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -26,7 +26,7 @@ _PROVEN = f"""\
 | family | scored by | published as | format | run | proven by | vLLM {VERSION} |
 | --- | --- | --- | --- | --- | --- | --- |
 """
-# What stands before the inspections, which end the page.
+# The line before the inspections, which end the page.
 _INSPECTIONS = "The default model, in float32:\n\n"
 
 
@@ -61,7 +61,7 @@ def _with_tables(prose: str, *tables: str) -> str:
 
 
 def _inspected(config: EngineConfig) -> dict[str, str | list[str]]:
-    """What is said of a model, without what is said of the machine."""
+    """The inspection of a model, without the rows about the machine."""
     rows = inspect_model(config)
     return {name: value for name, value in rows.items() if name not in ("device", "kernels")}
 

@@ -115,8 +115,8 @@ def maxsim(query: NDArray[Any], document: NDArray[Any]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PictureModel:
-    """How a small one is built, and what scores as its library does. Of `mixed` ones a document may have
-    texts and pictures; `chunked` ones read it in several steps."""
+    """A small model's builder, and a reference that scores as its library does. Documents of `mixed` ones may
+    have texts and pictures; `chunked` ones read them in several steps."""
 
     build: Build
     reference: Callable[[str], Any]

@@ -167,7 +167,7 @@ def jina_bert_states(
 
 
 def _mixed(model: PlainEncoder, name: str, token: torch.Tensor) -> torch.Tensor:
-    """What a token's experts make of it, [hidden]."""
+    """The weighted outputs of a token's experts, [hidden]."""
     first = model.tensors[f"{name}.experts.mlp.w1"].unflatten(0, (model.config["num_experts"], -1))
     second = model.tensors[f"{name}.experts.mlp.w2"].unflatten(0, (model.config["num_experts"], -1))
     shares = model.linear(token, f"{name}.router.layer").softmax(dim=-1)
@@ -212,7 +212,7 @@ class OneByOne:
 
 
 class PlainEmbedder(OneByOne):
-    """What `embed` makes of each text behind its prompt."""
+    """Vectors that `embed` makes of each text behind its prompt."""
 
     def __init__(self, embed: Model, prompts: dict[str, str], normalized: bool = True) -> None:
         self._embed, self._prompts, self._normalized = embed, prompts, normalized
@@ -345,7 +345,7 @@ class BothWays:
 
     def __init__(self, path: str, kind: str, prefix: str = "", tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer or transformers.PreTrainedTokenizerFast.from_pretrained(path)
-        # What the checkpoint itself says of directions is left out.
+        # The checkpoint's own settings of directions are left out.
         others = ("model_type", "is_causal", "use_bidirectional_attention")
         published = {name: each for name, each in _config(path).items() if name not in others}
         self.tensors, config = tensors_of(path), transformers.CONFIG_MAPPING[kind]

@@ -1,4 +1,4 @@
-"""What the scores must be, from the library that each model card uses, or from the card itself, plainly."""
+"""Expected scores, from the library that each model card uses, or from the card itself, plainly."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -47,7 +47,7 @@ def bi_encoder(path: str, queries: Texts, documents: Texts, **prompts: str) -> S
 
 
 def embeddings(model: Any, texts: Texts, role: str, prompt: str | None = None) -> list[Scores]:
-    """What a `SentenceTransformer` or a `MultiVectorEncoder` makes of texts: [dim] or [tokens, dim] each."""
+    """Vectors of a `SentenceTransformer` or a `MultiVectorEncoder`: [dim] or [tokens, dim] for each text."""
     encode = model.encode_query if role == "query" else model.encode_document
     encoded = encode(list(texts)) if prompt is None else encode(list(texts), prompt=prompt)
     return [np.asarray(item) for item in encoded]
@@ -193,7 +193,7 @@ def bge_reranker_v2_gemma(path: str, queries: Texts, documents: Texts) -> Scores
 
 
 def _answers(path: str, queries: Texts, documents: Texts, parts: Texts, yes: str, no: Any = None) -> Scores:
-    """What a language model answers to each pair, put into its places in the parts of a prompt."""
+    """The answer of a language model to each pair, put into its places in the parts of a prompt."""
     model, odds = LanguageModel(path), []
     for query, document in zip(queries, documents, strict=True):
         written = [part.replace("{query}", query).replace("{document}", document) for part in parts]
@@ -275,7 +275,7 @@ class JinaM0:
         self._score = {name[6:]: each for name, each in tensors.items() if name.startswith("score.")}
 
     def ids(self, query: Any, document: Any) -> Any:
-        """What the model takes for a pair of texts or pictures, the token for the score included."""
+        """The model's inputs for a pair of texts or pictures, the token for the score included."""
         picture = "<|vision_start|><|image_pad|><|vision_end|>"
         written = [item if isinstance(item, str) else picture for item in (document, query)]
         pictures = [item for item in (document, query) if not isinstance(item, str)]

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 VERSION = "0.32.0"
 
-# What is compared: one vector a text, one a token, the logits of pairs, the weights of all words (SPLADE), of
+# Compared results: one vector a text, one a token, the logits of pairs, the weights of all words (SPLADE), of
 # a text's own words (bge-m3), and the cosines of a listwise model.
 Compared = Literal["embeddings", "tokens", "logits", "words", "own words", "listwise"]
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What vLLM is told beside a folder's path: `overrides` (hf_overrides), the class that is the `stand_in`
+    """Settings of vLLM beside a folder's path: `overrides` (hf_overrides), the class that is the `stand_in`
     for a configuration with code of its own, and settings of its `pooler`."""
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ Reader = Equal | str
 
 
 def as_words(reader: Reader) -> str:
-    """What the page of models says of it."""
+    """The cell of the page of models."""
     if isinstance(reader, str):
         return reader
     note = f"; {reader.note}" if reader.note else ""

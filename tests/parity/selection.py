@@ -1,4 +1,4 @@
-"""Which of many cases `make test` runs; `make test-all` runs all of them."""
+"""Selection of the cases that `make test` runs; `make test-all` runs all of them."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whatever multiplies, in whatever precision, ranks as float32 does."""
+"""Every kernel in every precision ranks as float32 does."""
 
 from typing import Any
 
@@ -62,6 +62,6 @@ def test_inspect_says_that_weights_are_int8() -> None:
     assert "int8" in small["precision"]
     assert "int8" not in plain["precision"]
     sizes = [float(rows["weights"].split()[-2]) for rows in (plain, small)]
-    # Of 22.7 million weights, 10.6 million are in linear layers.
+    # Linear layers have 10.6 million of the 22.7 million weights.
     bytes_before = 2 if "bfloat16" in plain["precision"] else 4
     assert sizes[0] - sizes[1] == pytest.approx(10.6 * (bytes_before - 1), abs=0.3)

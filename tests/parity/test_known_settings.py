@@ -153,7 +153,7 @@ def _of_files() -> Mapping[str, set[str]]:
     }
 
 
-# What transformers' functions hand to each other among the settings of a tokenizer.
+# Values that transformers' functions hand to each other among the settings of a tokenizer.
 _HANDED_OVER = {
     *("tokenizer_object", "gguf_file", "vocab", "merges", "post_processor", "tokenizer_padding"),
     *("tokenizer_truncation", "tokenizer", "save_jinja_files", "token", "revision", "cache_dir", "proxies"),
@@ -477,7 +477,7 @@ class Walk:
         except ModelLoadError as error:
             if expected is None:
                 return Outcome("refused", changes=False)
-            # Where a key asks for other tensors, these are named.
+            # A key that asks for other tensors has these named.
             is_named = re.search(rf"\b{re.escape(key)}\b|do not fit|misfit", str(error)) is not None
             if use == "irrelevant" or not is_named:
                 return f"is {use}, and the refusal is: {error}"
@@ -520,7 +520,7 @@ def _same(one: list[float], other: list[float]) -> bool:
     return len(one) == len(other) and np.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-# What `make test` tries: a key of each use and of several files.
+# Keys that `make test` tries: one of each use, of several files.
 _FEW = (
     ("config.json", "layer_norm_eps"), ("config.json", "hidden_dropout_prob"),
     ("config.json", "pruned_heads"), (_OF_TEXTS, "max_seq_length"), ("modules.json", "kwargs"),

@@ -348,7 +348,7 @@ async def test_maps_must_be_asked_for_and_not_too_many(start: Start, monkeypatch
         await engine.score("a", PAGES, explain="maps", cache="bypass")
 
 
-# What goes wrong with a picture harms no other, and leaves nothing on the device.
+# A picture that fails harms no other, and leaves nothing on the device.
 
 
 def failing_on(tower: Any, digest: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint's files, in whatever form and words, and what is said of it."""
+"""Checkpoints' files are read in every form and wording, and messages say how."""
 
 import itertools
 import shutil

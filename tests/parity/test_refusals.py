@@ -246,7 +246,7 @@ _PICTURES: list[Case] = [
              "texts that are cut without what stands behind them are not supported"),
         )
     ],
-    # Which of two pictures is the query's cannot be told then.
+    # The query's picture cannot be told from the document's then.
     (vision_language.qwen3_vl_reranker, _pictures_moved, {}, "the chat template"),
     (vision_language.colqwen2_merged,
      tensors(lambda found: found.update({name: each + 0.5 for name, each in found.items()}),
@@ -394,7 +394,7 @@ def _one_level_down(folder: Path) -> None:
 _BERT = cross_encoders.bert
 _WHOLE = "model.safetensors"
 
-# What is wrong with a file, and the words of the message about its name, the cause and the remedy.
+# Faults of files, and the words of the message about the name, the cause and the remedy.
 _DAMAGED: list[Case] = [
     *[
         (build, in_place_of(file, _POINTER), {}, f"{name} of .* Git LFS pointer.*`git lfs pull`")

@@ -46,9 +46,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A checkpoint with edits, options, its expected execution, and the reference's weights. Of a `kind`, a
-    class of sentence-transformers, and with `documents` that `QUERY` asks for, it is compared more
-    closely."""
+    """A checkpoint with edits, options, its expected execution, and the reference's weights. A `kind`, a
+    class of sentence-transformers, or `documents` that `QUERY` asks for make the comparison stricter."""
 
     name: str
     build: Build
@@ -172,7 +171,7 @@ _PROMPTS = settings("config_sentence_transformers.json", **cross_encoders.PROMPT
 
 
 VARIANTS = [
-    # Of rerankers that score behind each layer, one is asked for. Passages may be compressed behind layers.
+    # Rerankers that score behind each layer are asked for one. Passages may be compressed behind layers.
     *(
         Variant(f"{build.__name__} behind layer {layer}", build, partial(reference, layer=layer),
                 {"cutoff_layer": layer}, execution=execution, exhaustive=layer != default)
@@ -330,7 +329,7 @@ VARIANTS = [
          edits=(settings("tokenizer_config.json", tokenizer_class="RobertaTokenizer"),)),
     _meant("architectures null: a save with prompts", cross_encoders.prompted,
          edits=(settings(architectures=None),)),
-    # What files of sentence-transformers set.
+    # Settings in files of sentence-transformers.
     # Lengths and truncation. Each setting by default of one kind.
     *(
         _saved(f"texts: {', '.join(said)} of {name}", build, kind, (_reads(**said), *edits),
@@ -374,7 +373,7 @@ VARIANTS = [
     *(_saved(f"{name} of sparse vectors", sparse_encoders.splade, SparseEncoder,
            (settings(_OF_ALL, similarity_fn_name=name),), exhaustive=name == "euclidean")
       for name in ("cosine", "euclidean", "manhattan")),
-    # What tells the kind of a checkpoint, and tensors that are left out.
+    # Signs of the kind of a checkpoint, and tensors that are left out.
     _saved("PyLate without its prefixes", late_interaction.pylate_modernbert, MultiVectorEncoder,
          (without_settings("query_prefix", "document_prefix", file=_OF_ALL),)),
     _saved("buffers and a loss", bi_encoders.sgpt,

@@ -33,7 +33,7 @@ class Server:
         return self.log_file.read_text()
 
     def metric(self, name: str) -> float:
-        """Of all processes of the server together."""
+        """The sum over all processes of the server."""
         lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         process, names = re.compile(r'(?<={)(front|replica)="\d+",?'), (name, f"{name}{{}}")
@@ -111,8 +111,8 @@ def starter(folder: Path) -> Iterator[StartServer]:
         *arguments: str, ready: bool = True, installed: bool = False, environment: Any = None,
         program: Sequence[str] = (), **special: Any,
     ) -> Server:  # fmt: skip
-        """Starts the command, or a `program` in its place. What is `special` is `Program`'s: a `file` in the
-        command's place, how many `descriptors` it may have, and what its process does `before`."""
+        """Starts the command, or a `program` in its place. `special` goes to `Program`: a `file` to run
+        instead, the most `descriptors`, and a function that its process calls `before`."""
         port = free_port()
         environment = {"MAXSIMD_DRAIN_SECONDS": "0"} | (environment or {})
         is_special = bool(program) or any(special.values())

@@ -12,7 +12,7 @@ RERANK = json.dumps({"query": "q", "documents": ["d"]}).encode()
 
 @dataclass(frozen=True)
 class Received:
-    """What came until the server closed the connection, or until a client's patience ended."""
+    """The bytes that came until the server closed the connection, or until a client's patience ended."""
 
     data: bytes
     closed: bool
@@ -20,7 +20,7 @@ class Received:
 
     @property
     def status(self) -> int:
-        """Of the first answer; 0 where there is none."""
+        """The status of the first answer; 0 where there is none."""
         return int(self.data.split(b" ", 2)[1]) if self.data else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Whatever bytes come, the answer is ours: to requests in all forms that HTTP has, and to what is none."""
+"""Answers to any bytes are ours: to requests in every form that HTTP has, and to what is not HTTP."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ TAKEN: dict[str, bytes] = {
     "deflate": post("/rerank", zlib.compress(RERANK), CLOSE, "Content-Encoding: deflate"),
     "identity": post("/rerank", RERANK.ljust(MOST_BYTES), CLOSE, "Content-Encoding: identity"),
 }
-# What is sent, the status, and a part of the message.
+# The bytes that are sent, the status, and a part of the message.
 MALFORMED: dict[str, tuple[bytes, int, str]] = {
     "no HTTP": (b"\x00\x01\x02 garbage\r\n\r\n", 400, NOT_HTTP),
     "HTTPS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50), 400, "not HTTPS"),

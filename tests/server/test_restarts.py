@@ -1,4 +1,4 @@
-"""What becomes of a server whose device fails: what callers and probes are told, and if it comes back."""
+"""A server whose device fails: answers to callers and probes, and whether it comes back."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

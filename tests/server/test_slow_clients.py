@@ -26,8 +26,8 @@ def cut(server: Server, reason: str) -> float:
     return server.metric(f'maxsimd_http_cut_connections_total{{reason="{reason}"}}')
 
 
-# What comes too slowly, and what is said of it: headers of which the end never comes, then a part of a body,
-# a part in a chunk, and a byte now and then.
+# Requests that come too slowly, with the message: headers without an end, then a part of a body, a part in a
+# chunk, and a byte now and then.
 TOO_SLOW = [
     ("slow_headers", "raise --limit header_seconds", [b"POST /rerank HTTP/1.1\r\nHost: x\r\n"]),
     ("slow_headers", "raise --limit header_seconds", [bytes([byte]) for byte in b"GET /health H"]),

@@ -1,4 +1,4 @@
-"""What tests of units share."""
+"""Fixtures of the tests of units."""
 
 import pytest
 import torch

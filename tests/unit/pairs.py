@@ -1,4 +1,4 @@
-"""Which query is scored with which document, as MaxSim takes it."""
+"""Pairs of queries and documents as MaxSim takes them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,5 +7,5 @@ Pairs = NDArray[np.int64]
 
 
 def pairs_of(pairs: list[tuple[int, int]]) -> Pairs:
-    """Of query index and document index: [n, 2]."""
+    """Pairs of query index and document index: [n, 2]."""
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)

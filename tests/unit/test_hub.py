@@ -1,4 +1,4 @@
-"""What loading says of a hub that hangs, refuses, or has no such model, and that it asks only once."""
+"""Loading from a hub that hangs, refuses, or has no such model: its messages, and that it asks once."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What people do in Python works, or says at once what to do."""
+"""Calls that people write in Python work, or say at once what to do."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""What checks share, in the environment of each client: texts with an obvious answer, and plain HTTP."""
+"""Helpers of checks in the environment of each client: texts with an obvious answer, and plain HTTP."""
 
 import json
 import math
@@ -15,7 +15,7 @@ RANKING = (LATE_INTERACTION, BI_ENCODER)
 ALL = (*RANKING, CROSS_ENCODER)
 
 QUERY = "How is a file opened for reading?"
-# What functions of Python's standard library say of themselves.
+# Docstrings of functions of Python's standard library.
 DOCUMENTS = (
     "Return the arc cosine, measured in radians, of x. The result is between 0 and pi.",
     "Sort the list in ascending order and return None. The sort is in place and stable.",

@@ -6,7 +6,7 @@ import schemathesis
 from plain import DOCUMENTS, QUERY
 
 _SECONDS = 60
-# Of each route, the fields with texts that it cannot do without, though its schema leaves them open.
+# The fields with texts that each route cannot do without, though its schema leaves them open.
 _TEXTS = {
     "rerank": {"query": QUERY, "documents": list(DOCUMENTS)},
     "score": {"queries": QUERY, "documents": list(DOCUMENTS)}, "embed": {"texts": list(DOCUMENTS)},

@@ -1,4 +1,4 @@
-"""Which connection makes room when there are too many, and how many there may be."""
+"""Connections that make room when there are too many, and the most that there may be."""
 
 import asyncio
 import resource
@@ -118,7 +118,7 @@ async def test_upgrade_is_renamed_in_heads_and_never_in_bodies(room: Room) -> No
     upgrade = head + b"Content-Length: %d\r\n\r\n" % len(text) + text
     get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     middle = head.index(b"grade: h2c")
-    # What arrives, how many requests these are, and whether they are whole.
+    # Bytes as they arrive, and for each request in them, whether it is an upgrade.
     for parts, upgrades in (
         ([upgrade + get], [False, False]),
         ([get, upgrade + get], [False, False, False]),

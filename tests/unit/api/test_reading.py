@@ -1,4 +1,4 @@
-"""What requests say, in the engine's terms: functions of the wire types alone."""
+"""Requests in the engine's terms: functions of the wire types alone."""
 
 import re
 from collections.abc import Iterator

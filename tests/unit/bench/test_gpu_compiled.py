@@ -1,4 +1,4 @@
-"""What compiled kernels take of a GPU, and the bounds that follow: by arithmetic, since no GPU is needed."""
+"""Resources that compiled kernels take of a GPU, and the bounds that follow: by arithmetic, without a GPU."""
 
 import importlib.metadata
 import json
@@ -25,7 +25,7 @@ from tests.exhaustive import exhaustive
 pytest.importorskip("triton")
 
 
-# What `make test` compiles: of one generation what other tests compile too, and of the others one or two.
+# Kernels that `make test` compiles: those of other tests for one generation, and one or two for the others.
 FEW = (
     MaxSimLaunch(90, 32), MaxSimLaunch(90, 32, documents="i8"), MaxSimLaunch(80, 32), MaxSimLaunch(100, 32),
     MaxSimLaunch(90, 32, 128, "fp32", "fp32"), MaxSimLaunch(90, 1024), MaxSimLaunch(90, 1024, documents="i8"),

@@ -1,4 +1,4 @@
-"""Who may come in: by what waits, by the time it takes, by what a request costs."""
+"""Admission of requests: by what waits, by the time it takes, by what a request costs."""
 
 import asyncio
 from contextlib import AbstractContextManager, suppress
@@ -24,7 +24,7 @@ LIMITS = AdmissionLimits(
     queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=50,
     scoring=ScoringPrice(200),
 )  # fmt: skip
-# Of windows there is no most. A text counts as 64 characters more, and four are taken for a token at first.
+# Windows have no limit. A text counts as 64 characters more, and four are taken for a token at first.
 TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(windows=True))
 
 
@@ -365,7 +365,7 @@ async def test_given_vectors_are_priced_before_they_are_prepared() -> None:
     door.queue(1, 9900)
     with pytest.raises(QueueFullError, match="wait already"), door.admission.permit(request, RunOptions()):
         pass
-    # What a text costs is learnt from texts alone.
+    # The cost of a text is learnt from texts alone.
     door = Door()
     with door.admission.permit(request, RunOptions()) as permit:
         door.admission.confirm(permit, 144 + 80 + 2)

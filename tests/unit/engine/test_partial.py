@@ -201,7 +201,7 @@ async def test_a_listwise_model_gives_all_at_once_and_nothing_in_part(checkpoint
 
 QUERY = "how is a file opened"
 DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(48)]
-# Of several steps, so that some wait while another runs.
+# Documents of several steps, so that some wait while another runs.
 MANY = [f"{document} again {i}" for i in range(4) for document in DOCUMENTS]
 WINDOWS = Truncation(max_tokens=40, windows=True)
 

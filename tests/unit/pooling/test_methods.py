@@ -43,7 +43,7 @@ def cut_sequences(draw: st.DrawFn, task: st.SearchStrategy[str], may_be_none: bo
 
 
 def _a_sequence(draw: st.DrawFn, key: int, task: str, may_be_none: bool) -> TokenSequence:
-    """Of a random length and few different tokens, of which some are pooled. Passages may overlap."""
+    """A sequence of a random length and few different tokens, some of them pooled. Passages may overlap."""
     ids = draw(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=14))
     length, slot = len(ids), ResultSlot(0, key)
     pooled = draw(st.none() | st.sets(st.integers(0, length - 1), min_size=0 if may_be_none else 1))

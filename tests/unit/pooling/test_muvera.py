@@ -113,7 +113,7 @@ def test_what_is_called_between_matrices_may_end_the_work() -> None:
         if len(calls) == 3:
             raise InterruptedError
 
-    # Of vectors that are so long few are made together.
+    # Vectors that are so long are made a few at a time.
     with pytest.raises(InterruptedError):
         Muvera(k_sim=12, r_reps=64, d_proj=1).encode(matrices[:40], "query", end)
     assert len(calls) == 3

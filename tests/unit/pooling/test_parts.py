@@ -1,4 +1,4 @@
-"""What pooling is made of: dispatch by task, what is held between chunks, ragged rows."""
+"""Parts of pooling: dispatch by task, states between chunks, ragged rows."""
 
 from types import SimpleNamespace
 from typing import Any

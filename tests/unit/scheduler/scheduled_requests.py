@@ -107,7 +107,7 @@ def cost(step: Step) -> int:
 
 
 def tokens_by_request(step: Step | None) -> dict[int, int]:
-    """What each request is given in a step, cached batches at their price."""
+    """The tokens that each request is given in a step, cached batches at their price."""
     given: dict[int, int] = {}
     for chunk in step.chunks if step is not None else ():
         request_id = chunk.sequence.request_id

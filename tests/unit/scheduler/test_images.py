@@ -51,7 +51,7 @@ def test_every_sequence_runs_once_after_its_pictures(
             and any(image.image_id in encoded for image in sequence.tokens.images)
         )
         assert scheduler.held_features == held <= max(features, *map(_features, every.values()))
-        # What is large beside small requests is a stage of its own.
+        # A large part beside small requests is a stage of its own.
         for part in [step] if beside_small is None else step.stages():
             cost = part.num_tokens + sum(image.price for image in part.images)
             assert cost <= limits.tokens * (1.5 if part.images else 1) or part.num_parts == 1

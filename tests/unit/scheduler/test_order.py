@@ -56,7 +56,7 @@ def test_work_that_is_added_raises_the_class() -> None:
     scheduler.admit(1, texts(1, [10, 10]))
     scheduler.admit(0, texts(0, [10] * 7))
     assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
-    # What waits of a tenant is counted.
+    # Waiting tokens of a tenant are counted.
     scheduler.admit(0, texts(0, [10] * 20), tenant="a")
     scheduler.admit(1, texts(1, [10] * 5), [cached(1, 7)], priority=3, tenant="a")
     scheduler.admit(2, texts(2, [10] * 9), tenant="b")
@@ -161,12 +161,12 @@ OTHER, THIRD = ("other", 0), ("third", 0)
         pytest.param(
             16_383, [(ME, 16_384), *[(ME, 16_383)] * 20], 20 * 16_383 + 16_384, id="no more than it needs"
         ),
-        # Of four tokens, the others get two; of the rest, the larger one gets half a token.
+        # The others get two of four tokens; the larger one gets half a token of the rest.
         pytest.param(150, [(ME, 10_000), (OTHER, 10_000)], 200 + 50, id="taken from its own group"),
         pytest.param(100, [(OTHER, 5000)], 100, id="another tenant runs beside"),
         pytest.param(100, [(THIRD, 5000)], 300, id="another tenant of three times the weight"),
         pytest.param(100, [(OTHER, 5000), (THIRD, 20), (ME, 70)], 70 + 170 + 20, id="two tenants"),
-        # Of a tenant whose only other priority weighs half, a third runs beside two thirds.
+        # A third runs beside two thirds where a tenant's only other priority weighs half.
         pytest.param(100, [(("", 1), 5000)], 50, id="a lower priority"),
         pytest.param(100, [(("", -1), 5000)], 200, id="a higher priority"),
         pytest.param(100, [(("other", -3), 5000)], 100, id="no tenant takes from another"),

@@ -1,4 +1,4 @@
-"""What must hold of every step, whatever is admitted, cancelled and scheduled in whatever order."""
+"""Rules that hold for every step, in any order of admitting, cancelling and scheduling."""
 
 import math
 import time
@@ -42,7 +42,7 @@ def work(draw: st.DrawFn, step: StepLimits, request_id: int, first_id: int) -> W
 
 @dataclass
 class Waiting:
-    """What must be waiting, worked out the plain way from what was admitted, cancelled and scheduled."""
+    """The sequences that must be waiting, worked out plainly from those admitted, cancelled and scheduled."""
 
     limits: StepLimits
     sequences: dict[int, TokenSequence] = field(default_factory=dict)

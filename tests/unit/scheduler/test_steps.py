@@ -322,7 +322,7 @@ def test_a_step_is_run_in_stages_chunks_first() -> None:
     assert [stage.chunks for stage in stages] == [step.chunks, (), ()]
     assert [stage.cached for stage in stages] == [(), step.cached[:4], step.cached[4:]]
     assert {stage.step_id for stage in stages} == {4}
-    # What is to be run first is delivered before the rest is run.
+    # Results of the requests to run first are delivered before the rest is run.
     chunks = [Chunk(text, 0, 5) for request_id in (1, 2, 1) for text in texts(request_id, [5])]
     step = Step(4, tuple(chunks), (cached(1, 7), cached(2, 8)), first=frozenset({2}))
     stages = step.stages()

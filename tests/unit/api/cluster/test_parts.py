@@ -1,4 +1,4 @@
-"""What an application on Ray Serve is made of, without Ray: configuration, ASGI, scaling, YAML."""
+"""Parts of an application on Ray Serve, without Ray: configuration, ASGI, scaling, YAML."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""What the routes answer: every field beside the engine's own results, in every shape that clients know."""
+"""Answers of the routes: every field beside the engine's own results, in every shape that clients know."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""What the routes answer where the model is a classifier, of three labels or of one."""
+"""Answers of the routes for a classifier of three labels."""
 
 from collections.abc import AsyncIterator
 

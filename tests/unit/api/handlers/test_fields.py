@@ -33,7 +33,7 @@ VOYAGE_BODY = {"inputs": [{"content": [{"type": "text", "text": "d"}]}]}
 TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 DEEPINFRA = "/v1/inference/all-MiniLM-L6-v2"
 
-# What each route calls with the plainest request: the method, the texts and all options.
+# The engine's method, texts and options that each route calls with the plainest request.
 PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
     "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
@@ -83,7 +83,7 @@ CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
 
 def _call(caller: Caller) -> tuple[str, Any, dict[str, Any]]:
-    """Of the engine, without what no field says: how many vectors an answer has room for."""
+    """The engine's first call, without an option that no field sets: how many vectors fit into an answer."""
     method, texts, options = caller.engine.calls[0]
     return method, texts, {name: value for name, value in options.items() if name != "max_tokens"}
 
@@ -96,7 +96,7 @@ def _cut(**changes: Any) -> dict[str, Any]:
     return {"truncation": Truncation(**{"max_tokens": -1} | changes)}
 
 
-# Which routes, what is added to the plainest request, and what that changes in the call.
+# Routes, fields added to the plainest request, and the changes of the call.
 Change = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
 CHANGES: list[Change] = [
     (TRUNCATING, {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
@@ -191,9 +191,8 @@ ANSWERED = {
     *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
     *("return_input", "add_special_tokens", "score_threshold"),
     *("user", "request_id", "options", "normalized"),
-    # Of several models: see the tests of those.
-    "cascade",
-    # Of a chat.
+    "cascade",  # see the tests of several models
+    # Fields of a chat.
     *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
 # Fields of one vector a text: tested in test_answers.
@@ -242,7 +241,7 @@ async def test_every_field_of_a_request_reaches_the_engine(caller: Caller, name:
 
 # No field takes this.
 NOTHING = [[[True]]]
-# What each field refuses besides: on every route that has it.
+# Values that each field refuses besides, on every route that has it.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (-2, "seven", 7.5, True),
     "truncation_side": ("up", "Left"),

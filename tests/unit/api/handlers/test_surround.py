@@ -1,4 +1,4 @@
-"""What surrounds every request: keys, origins, ids, timing, log lines, metrics, errors and draining."""
+"""Surroundings of every request: keys, origins, ids, timing, log lines, metrics, errors and draining."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine
         assert (await caller.ask("GET", path)).status == 200
 
 
-# Of these the engine is asked nothing.
+# These ask the engine nothing.
 UNASKED = {"/tokenize", "/detokenize", "/decode", "/embed_sparse"}
 
 

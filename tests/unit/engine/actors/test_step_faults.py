@@ -58,7 +58,7 @@ ATTEMPT: list[Function] = [
     *_methods(EmbeddingSlab, "put", "locate", "_copy_from_host", "_copy_run", "_reserve", "_enter"),
     Segments.reserve,
 ]
-# What does more where sequences are cut between steps.
+# Functions that do more where sequences are cut between steps.
 CUT_APART = (runners.RunnerActor._attempt, DispatchPooler.pool)
 # Handing new embeddings to the cache: an error here costs the cache entry alone.
 CACHE_WRITE: list[Function] = [runners.RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
@@ -105,7 +105,7 @@ class Faults:
                 super().generic_visit(node)
                 for field in ("body", "orelse"):
                     statements = getattr(node, field, None)
-                    # What a `try` guards may fail without harm; that is tested where the guarded code is.
+                    # Code in a `try` may fail without harm; that is tested where the guarded code is.
                     if isinstance(statements, list) and not isinstance(node, ast.Module | ast.Try):
                         setattr(node, field, [new for one in statements for new in self._before(one)])
                 return node
@@ -132,7 +132,7 @@ def faults() -> Iterator[Faults]:
         function.__code__ = code
 
 
-# What a workload gives where nothing fails, and the lines that it passes, counted from each function's first.
+# The results of a workload without faults, and the lines that it passes, counted from each function's first.
 CleanRun = tuple[list[Any], dict[str, set[int]]]
 
 

@@ -30,7 +30,7 @@ MOMENTS = ("at start", "while serving", "in a clear")
 SIZES = (3, 300, 1300, 4000)
 NUMBER = 60  # of entries
 NOT_OURS = "move it away, or name another folder"
-# What is expected after each damage: whether the cache works again by itself, and what the log says of it,
+# Expectations after each damage: whether the cache works again by itself, and what the log says of it,
 # which is None where it may say nothing. A connection reads the header and the definitions of tables when it
 # is opened, and a second one is opened only where two threads use the database at once.
 EXPECTED: dict[str, tuple[bool, str | None]] = {
@@ -49,7 +49,7 @@ EXPECTED_AT_START = EXPECTED | {
     **dict.fromkeys((damage for damage in EXPECTED if EXPECTED[damage][1] is None), (True, "was damaged")),
     "earlier version beside it": (True, "holds data.mdb and lock.mdb of an earlier version"),
 }
-# What is damaged in the middle of a database may be dropped before it is noticed.
+# Damage in the middle of a database may be dropped before it is noticed.
 EXPECTED_IN_A_CLEAR = EXPECTED | dict.fromkeys(
     ("second half zeroed", "random bytes in the middle", "other tables"), (True, None)
 )
@@ -104,7 +104,7 @@ def works(store: EmbeddingCache) -> bool:
 
 
 def foreign(folder: Path) -> dict[str, bytes | None]:
-    """What lies in a folder that is not ours: what it is, and what is in it."""
+    """Files in a folder that are not ours: the kind and the content of each."""
     found: dict[str, bytes | None] = {}
     for path in folder.rglob("*"):
         try:

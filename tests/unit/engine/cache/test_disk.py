@@ -27,7 +27,7 @@ def sql(folder: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-# What is stored
+# Stored entries
 
 
 def test_the_newest_come_first_over_a_restart(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_damaged_entry_is_dropped(disk: DiskStore, folder: Path, caplog: pytes
     with sql(folder) as connection:
         for number, data in enumerate(odd):
             connection.execute("UPDATE entries SET data = ? WHERE key = ?", (data, key(number)))
-    # Who reads all must be able to stop among damaged ones, however many there are.
+    # A reader of all entries must be able to stop among damaged ones, however many there are.
     assert [found is None for _, found in disk.newest()] == [False] + [True] * len(odd)
     assert numbers(disk) == [len(odd)]
     assert [disk.get(key(number)) for number in range(len(odd))] == [None] * len(odd)
@@ -210,7 +210,7 @@ def unchanged(path: Path) -> dict[str, bytes]:
 
 
 def refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """What is logged for a folder that serves as if nothing were ever stored in it."""
+    """The log lines for a folder that serves as if nothing were ever stored in it."""
     store = DiskStore(folder, 4 * MIB)
     store.put([(key(1), entry(1))])
     assert store.get(key(1)) is None

@@ -1,4 +1,4 @@
-"""What is cached belongs to what made it: nothing is found that another checkpoint or option made."""
+"""Cached entries belong to what made them: none is found that another checkpoint or option made."""
 
 import copy
 import dataclasses

@@ -241,7 +241,7 @@ def test_the_embedded_recipes_fit(score_types: tuple[str, ...], no_libraries: Ca
         assert recipe_store.knows_texts(recipe_store.texts_content(config) or "")
 
 
-# What serving a model of these families does without.
+# Modules that serving a model of these families does not import.
 UNWANTED = (
     *("sklearn", "scipy", "pandas", "sympy", "triton", "transformers", "sentence_transformers"),
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor"),

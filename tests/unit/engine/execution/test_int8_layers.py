@@ -35,7 +35,7 @@ def test_the_plain_product_is_the_layer_but_for_rounding(most: int) -> None:
     x, weight, bias = torch.randn(50, 200), torch.randn(30, 200), torch.randn(30)
     found = int8.PlainProduct(int8.round_weights(weight, bias, most)).linear(x, False)
     exact = x.double() @ weight.double().T + bias.double()
-    # Of each factor at most half a step is rounded away.
+    # Rounding takes at most half a step of each factor.
     steps = x.abs().amax(1, keepdim=True) / 254, weight.abs().amax(1) / (2 * most)
     bound = (
         steps[0] * weight.abs().sum(1) + steps[1] * x.abs().sum(1, keepdim=True) + 200 * steps[0] * steps[1]

@@ -124,7 +124,7 @@ def served(bert_cross_encoder: str) -> tuple[LoadedModel, PackedRunner]:
 
 
 def choice(served: tuple[LoadedModel, PackedRunner], *seconds: float) -> PackedRunner | OneCallRunner:
-    """What runs a model for which the clock shows these in turn."""
+    """The layers that run a model for which the clock shows these in turn."""
     model, plain = served
     texts = random_sequences(model, next(iter(model.tasks)))
     return with_one_call(plain, model.backbone, texts, turns(*seconds))
@@ -213,7 +213,7 @@ MAKERS: dict[str, Any] = {
     "albert": lambda: AlbertEmbeddings(AlbertConfig(**SIZES, embedding_size=40)),
     "xlm-roberta": lambda: XLMRobertaEmbeddings(XLMRobertaConfig(**SIZES, type_vocab_size=1)),
 }
-# Of a number, how far what is rounded once may be from what is rounded after each sum.
+# The share of a number by which rounding once may differ from rounding after each sum.
 NEAR = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 4e-2, "rtol": 2e-2}}
 
 

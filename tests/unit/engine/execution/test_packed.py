@@ -109,7 +109,7 @@ def plain_varlen(
     enable_gqa: bool = False,
     seqused_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What torch documents of its variable-length attention, sequence by sequence in plain torch."""
+    """torch's variable-length attention as documented, sequence by sequence in plain torch."""
     out = torch.empty(len(q), q.shape[1], v.shape[-1])
     left, right = window_size
     # Read without torch, which is not to see that the host does so: on a GPU it does not.

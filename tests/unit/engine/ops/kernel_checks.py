@@ -1,4 +1,4 @@
-"""What every Triton kernel must do, on random ragged input: interpreted on a CPU, or compiled on a GPU."""
+"""Checks of every Triton kernel on random ragged input: interpreted on a CPU, or compiled on a GPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -353,7 +353,7 @@ def behind_prefixes(draw: st.DrawFn, dims: Dims, dtypes: Dtypes) -> Attention:
 
 
 def check_attention(device: str) -> None:
-    """Of whole sequences, of chunks, and behind prefixes."""
+    """Attention of whole sequences, of chunks, and behind prefixes."""
     from maxsimd.engine.execution.attention.gpu import TritonBackend
 
     for problems in (whole_sequences, chunks, behind_prefixes):

@@ -154,7 +154,7 @@ def test_a_fused_layer_norm_equals_the_plain_one(shape: Shape, strided: bool, pa
     total = torch.nn.functional.linear(x.float(), weight.float(), bias).to(dtype).double() + residual.double()
     expected = torch.nn.functional.layer_norm(total, (columns,), scale.double(), shift.double(), 1e-5)
     ours = products.linear_norm(x, residual, pack(weight), bias, products.Norm(scale, shift, 1e-5)).double()
-    # Where the columns of a row lie close together, the norm makes much of their last bits.
+    # The norm of a row whose columns lie close together makes much of their last bits.
     spread = total.std(dim=1, correction=0, keepdim=True).clamp(max=1)
     step = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     torch.testing.assert_close(ours * spread, expected * spread, atol=step, rtol=step)

@@ -36,7 +36,7 @@ SCRIPTS |= {
     f"{name}, decomposed": unicodedata.normalize("NFD", SCRIPTS[name])
     for name in ("Greek", "Japanese", "Korean", "Russian", "Tamil", "Vietnamese")
 }
-# What divides words.
+# Characters that divide words.
 DIVIDERS = (
     *("\r\n", "\n\n", "  ", " " * 9, "\t", "\t\t", "\u00a0", "\u3000"),
     *(". ", ".\n", ".\r\n", ".  ", "\u0964 ", " \u2014 ", ", "),

@@ -22,8 +22,8 @@ from tests.unit.engine.processors.split_texts import (
 )
 
 SEPARATED = st.sampled_from(["a", "the", "B", "1", "23", "\u6f22", " ", "\n", ",", ".", "x y", "a,b"])
-# What rules look at: whitespace of all kinds, punctuation, quotes, marks, joiners, scripts, emoji, what is
-# removed, what newer versions of Unicode have, and tokens of the kinds.
+# Characters that rules look at: whitespace of all kinds, punctuation, quotes, marks, joiners, scripts, emoji,
+# removed ones, those of newer versions of Unicode, and tokens of the kinds.
 _ODD = (
     "\r\n \n\n \t \u00a0 \u3000 \u200b \u2028 \u2581 \ufeff \x00 \x07 \x1c \ufffd \x85 's ' '' `` don't"
     ' _ - / // < > = \u0338 " 3.14 \u2026 \u3001 \u3002 \uff0c \uff01 \u300c \u00a8 \u0301 e\u0301'
@@ -56,7 +56,7 @@ SPACES_OF = {"roberta": " ", "gemma": " \n"}
 @example(text="".join(f"{words}{between}" for words in SCRIPTS.values() for between in DIVIDERS))
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
     tokenizer, breaks = cut_kind(name)
-    # Where a whole text is a word, so is each of its pieces.
+    # Each piece of a text that is one word is a word, too.
     assert_pieces_are_the_whole(tokenizer, breaks, text, words=name != "gemma")
 
 

@@ -342,7 +342,7 @@ def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
     assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
     # One token of the query fewer, and the prefix is too short to be worth it.
     assert len(score([words(5)], [document(3)], sharing=PrefixSharing()).sequences) == 1
-    # A pair of which the query was cut begins otherwise.
+    # A pair with a truncated query begins otherwise.
     cut = score([words(30)], [document(30)], CUT_LONG, sharing=PrefixSharing(), max_tokens=40)
     assert [prefix for prefix, _ in split(cut)] == [0]
 

@@ -367,7 +367,7 @@ def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache)
     # Longer than the request allows, or limited by it: read otherwise.
     for missed in (Truncation(max_tokens=9), Truncation(max_document_tokens=100)):
         assert not looked_up(cache, "w2", missed).cached
-    # Of the checkpoint's own length, it may have been cut at its end.
+    # A text of the checkpoint's own length may have been cut at its end.
     for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert looked_up(cache, "w2", usual, own_length=10).cached
     for otherwise in (Truncation(side="left"), WINDOWS):
@@ -389,7 +389,7 @@ def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache)
         assert not looked_up(cache, LONG, truncation).cached
         cache.put([(as_requested(cache, LONG, truncation), embedding())])
         assert looked_up(cache, LONG, truncation).cached
-    # What concerns queries alone changes nothing, nor an overlap without windows, nor the engine's own.
+    # Limits of queries alone change nothing, nor does an overlap without windows, nor the engine's own.
     for same in (replace(CUT_LONG, max_query_tokens=3), replace(CUT_LONG, window_overlap=5)):
         assert looked_up(cache, LONG, same).cached
     cache.put([(as_requested(cache, LONG, WINDOWS), embedding())])

@@ -382,7 +382,7 @@ async def test_its_scores_are_those_of_the_text(
         expected = await engine.score(query, DOCUMENTS, cache=cache)
         rows = await engine.encode_query(query)
         found = await engine.score(rows, DOCUMENTS, cache=cache)
-        # What is packed with other texts may differ by a rounding.
+        # Texts that are packed with others may differ by a rounding.
         error = 1e-6 if dtype == "float32" or cache == "use" else 1e-2
         np.testing.assert_allclose(found.scores, expected.scores, rtol=error, atol=error)
         assert found.usage == expected.usage

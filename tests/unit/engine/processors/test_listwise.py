@@ -136,7 +136,7 @@ def test_a_prompt_that_does_not_fit_the_context_is_halved() -> None:
 
 def test_a_block_is_closed_when_a_longest_document_may_not_fit() -> None:
     made = rules(context=100, max_document_tokens=20, block_documents=4)
-    # Of 100 tokens 10 are the query's, twice: 70 leave exactly a longest document, which is not enough.
+    # The query takes 5 of 100 tokens, twice: 70 leave exactly a longest document, which is not enough.
     for lengths, sizes in (
         ([1] * 9, [4, 4, 1]),
         ([1] * 4, [4]),

@@ -32,7 +32,7 @@ def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
     found = [origins.span(row, TEXT) for row in range(len(ids))]
     read = {i for span in found if span is not None for i in range(*span)}
     left_out = [character for i, character in enumerate(TEXT) if i not in read]
-    # What a normaliser drops: spaces, marks alone, and signs that are not seen.
+    # A normaliser drops spaces, marks alone, and signs that are not seen.
     seen = [each for each in left_out if not each.isspace() and unicodedata.category(each)[0] not in "MC"]
     assert not seen
 

@@ -129,7 +129,7 @@ def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
     rules = RoleRules(max_tokens=6)
     assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
     assert one(rules, words(5)) == ([CLS, *ids(4), SEP], None, 6, 0)
-    # What the request cuts off beyond that does count.
+    # Tokens that the request cuts off beyond that do count.
     assert one(rules, words(9), Truncation(max_tokens=5)) == ([CLS, *ids(3), SEP], None, 5, 1)
     assert one(rules, words(9), Truncation(max_tokens=6)) == ([CLS, *ids(4), SEP], None, 6, 0)
     assert one(RoleRules(max_tokens=1), words(9)) == ([CLS, SEP], None, 2, 0)
@@ -150,7 +150,7 @@ def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> 
     assert one(rules, words(3)) == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 0)
     assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
     assert one(rules, words(5)) == ([CLS, *ids(5), SEP], None, 7, 0)
-    # What is cut by the request is filled up all the same, as are token ids.
+    # Texts that the request truncates are filled up all the same, as are token ids.
     cut = one(rules, words(9), Truncation(max_tokens=5))
     assert cut == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 1)
     assert one(rules, (20, 21))[0] == [20, 21, MASK, MASK, MASK, MASK]
@@ -172,7 +172,7 @@ def test_what_is_not_pooled() -> None:
     # Token ids are the caller's own: they have no prompt.
     assert one(rules, (20, 21, 22, 23, 24))[1] is None
     rules = RoleRules(prompt="query: w900 w901 ", pool_prompt=False)
-    # Of [CLS] and three tokens of the prompt nothing is left to pool but [SEP].
+    # [CLS] and three tokens of the prompt leave nothing to pool but [SEP].
     assert one(rules, words(2), Truncation(max_tokens=5))[1] == [4]
     bare = {"special_tokens": False}
     assert one(rules, words(2), Truncation(max_tokens=4), **bare)[1] == [3]  # type: ignore[arg-type]
@@ -295,7 +295,7 @@ PROMPTED = model(
 
 def test_model_and_step_must_hold_the_shortest_sequences() -> None:
     expanded = RoleRules("query: w1 ", expansion=Expansion(4, MASK, True, fixed=False))
-    # Of a template without an instruction of its own, and of one with two words in its place.
+    # A template without an instruction of its own, and one with two words in its place.
     templated = MODELS["pairs by a template"]
     for described, expected in (
         (PROMPTED, {"a query": 5, "a document": 3, "a text": 6}),

@@ -296,7 +296,7 @@ def test_int8_is_decoded_for_similarities_that_are_not_of_tokens(similarity: str
 
 @pytest.mark.parametrize("later_first", [False, True])
 def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
-    """A step is tried again in halves, of which the one that completes the document may be first."""
+    """A step is tried again in halves, and the half that completes the document may be the first."""
     ours = scorer()
     slot = ResultSlot(7, 0)
     windows = [document(10 + i, slot, 1, window=Window(10, 2)) for i in range(2)]

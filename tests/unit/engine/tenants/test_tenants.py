@@ -39,7 +39,7 @@ def test_no_more_comes_in_than_the_rate_and_a_minutes_worth(rate: int, traffic: 
         for j in range(i, len(let_in)):
             before_the_last = sum(amount for _, amount in let_in[i:j])
             seconds = let_in[j][0] - let_in[i][0]
-            # Who would have to wait for less than a millisecond does not wait.
+            # Requests that would wait for less than a millisecond do not wait.
             assert before_the_last <= rate * (1 + (seconds + 0.002) / 60) * (1 + 1e-9)
 
 
