@@ -17,6 +17,15 @@ _COLBERT_DIM = 128
 _WORDS = 4096
 _VOCABULARY = {"vocab_size": 30522}  # MiniLM's, whose tokenizer all models of text have
 
+# Models that people rerank with, of their published widths: `save_reranker` saves one.
+RERANKERS = {
+    "minilm-l6": "MiniLM-L6 cross-encoder (22M)",
+    "colbert": "ColBERT, BERT-base (110M)",
+    "xlm-r-large": "bge-reranker-v2-m3, XLM-R large (568M)",
+    "modernbert-base": "gte-reranker-modernbert-base (149M)",
+    "qwen3-0.6b": "Qwen3-Reranker-0.6B as a classifier",
+}
+
 # Models that run packed here and padded elsewhere.
 TEXT_SHAPES = (
     "deberta-v3-base", "mpnet-base", "t5-base", "gte-multilingual-base", "jina-v2-base", "nomic-v2-moe",
@@ -73,6 +82,50 @@ def save_text_model(shape: str, folder: Path, layers: int) -> str:
     return _with_tokenizer(folder)
 
 
+def save_reranker(shape: str, folder: Path) -> str:
+    """Saves a model of one of `RERANKERS`, with all of its layers, and MiniLM's vocabulary."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model: Any
+    common: dict[str, Any] = _VOCABULARY | {"num_labels": 1, "pad_token_id": 0}
+    match shape:
+        case "minilm-l6":
+            return save_cross_encoder(folder)
+        case "colbert":
+            return save_colbert(folder)
+        case "xlm-r-large":  # BAAI/bge-reranker-v2-m3
+            common |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+            common |= {"intermediate_size": 4096, "max_position_embeddings": 8194, "type_vocab_size": 1}
+            model = hf.XLMRobertaForSequenceClassification(hf.XLMRobertaConfig(**common))
+        case "modernbert-base":  # Alibaba-NLP/gte-reranker-modernbert-base
+            special = ("bos_token_id", "cls_token_id", "sep_token_id", "eos_token_id")
+            common |= dict.fromkeys(special, 0) | {"classifier_pooling": "mean"}
+            model = hf.ModernBertForSequenceClassification(hf.ModernBertConfig(**common))
+        case "qwen3-0.6b":  # Qwen/Qwen3-Reranker-0.6B, converted into a classifier
+            common |= {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
+            common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+            model = hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**common))
+        case _:
+            raise ValueError(f"there is no shape {shape!r}")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return _with_tokenizer(folder, token_types=False)
+
+
+def gflop_a_token(checkpoint: str) -> float:
+    """GFLOP for a token in the linear layers of a saved model, two operations a weight. Attention, embeddings
+    and heads are not counted."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(checkpoint))
+    blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    linear = {layer for block in blocks for layer in block.modules() if isinstance(layer, torch.nn.Linear)}
+    return 2 * sum(layer.weight.numel() for layer in linear) / 1e9
+
+
 def save_cross_encoder(folder: Path) -> str:
     """Saves a cross-encoder of MiniLM-L6 shape: 6 layers, 384 wide."""
     import torch
@@ -125,10 +178,19 @@ def _embedded_path() -> str:
     return embedded_model_path()
 
 
-def _with_tokenizer(folder: Path) -> str:
-    from transformers import AutoTokenizer
+def _with_tokenizer(folder: Path, token_types: bool = True) -> str:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    AutoTokenizer.from_pretrained(_embedded_path(), model_max_length=512).save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(_embedded_path(), model_max_length=512)
+    if not token_types:
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer,
+            model_input_names=["input_ids", "attention_mask"],
+            model_max_length=512,
+            **special,
+        )
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 

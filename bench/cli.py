@@ -18,7 +18,7 @@ import click
 from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.api.help import Commands
 from maxsimd.api.options import config_from, options_from
-from maxsimd.bench.checkpoints import PAGE_SHAPES, TEXT_SHAPES
+from maxsimd.bench.checkpoints import PAGE_SHAPES, RERANKERS, TEXT_SHAPES
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.peers import EXPERIMENTS
 from maxsimd.bench.report import Figures, Report, publish, run_and_clean_up, write_json, write_report
@@ -731,6 +731,12 @@ def bench_cluster_hits(seed: int) -> _Measured:
     help="Experiment to run; repeatable",
     show_default="all",
 )
+@click.option(
+    "--shape",
+    multiple=True,
+    type=click.Choice(list(RERANKERS)),
+    help="Run a model's shape instead; repeatable",
+)
 @_rounds(5)
 @click.option(
     "--vllm", "vllm_executable", type=click.Path(exists=True), help="Command vllm of its environment"
@@ -738,7 +744,7 @@ def bench_cluster_hits(seed: int) -> _Measured:
 @click.option("--before", type=click.Path(exists=True), help="Command maxsimd of another version")
 @_number("--threads", os.cpu_count() or 1, "Cores for vLLM")
 @_out
-def bench_peers(only: tuple[str, ...], out: str | None, **settings: Any) -> None:
+def bench_peers(only: tuple[str, ...], shape: tuple[str, ...], out: str | None, **settings: Any) -> None:
     """Compare this server with vLLM, sentence-transformers and maxsim-cpu, in turns.
 
     maxsim-cpu: pip install --no-deps maxsim-cpu. Plots: pip install matplotlib.
@@ -750,7 +756,9 @@ def bench_peers(only: tuple[str, ...], out: str | None, **settings: Any) -> None
     from maxsimd.bench import peers
     from maxsimd.bench.plots import draw
 
-    results = run_and_clean_up(peers.run_peers(frozenset(only or EXPERIMENTS), **settings))
+    of_shapes = [name for name, each in peers.SHAPES.items() if each.checkpoint in shape]
+    wanted = frozenset((*only, *of_shapes) or EXPERIMENTS)
+    results = run_and_clean_up(peers.run_peers(wanted, **settings))
     click.echo(peers.markdown(results))
     if out is None:
         return

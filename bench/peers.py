@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from maxsimd.bench.checkpoints import save_colbert, save_cross_encoder
+from maxsimd.bench.checkpoints import RERANKERS, gflop_a_token, save_reranker
 from maxsimd.bench.datasets import Request, docstring_requests, paired_request
 from maxsimd.bench.load import Send, SentenceTransformers, System, drive_or_raise, maxsimd, run_engine, vllm
 from maxsimd.bench.report import Figures, lines_of, machine, write_json
@@ -61,7 +61,7 @@ class Experiment:
     title: str
     loads: tuple[Load, ...] = ()
     table: str = "throughput"
-    checkpoint: str = "cross-encoder"
+    checkpoint: str = "minilm-l6"
 
 
 async def _measure_alone(name: str, rounds: int) -> Figures:
@@ -116,6 +116,19 @@ EXPERIMENTS = {
     "scaling": Experiment("Many clients, and requests of 10 to 10,000 documents"),
     "ranking": Experiment("int8 on the embedded model: docstrings ranked"),
 }
+# Loads of a shape: many documents, one at a time, and 64 clients with one. A turn takes some seconds.
+_MANY, _ONE, _CLIENTS = (
+    "many documents, 8 requests",
+    "one document, one at a time",
+    "one document, 64 at a time",
+)
+_SMALL_LOADS = {_MANY: Load(8, 20, 8), _ONE: Load(40, 1, 1), _CLIENTS: Load(256, 1, 64)}
+_LARGE_LOADS = {_MANY: Load(8, 4, 8), _ONE: Load(8, 1, 1), _CLIENTS: Load(64, 1, 64)}
+SHAPES = {
+    f"{shape}: {name}": Experiment(f"{title}: {name}", (load,), table="shape", checkpoint=shape)
+    for shape, title in RERANKERS.items()
+    for name, load in (_SMALL_LOADS if shape in ("minilm-l6", "colbert") else _LARGE_LOADS).items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +172,7 @@ class Results:
     experiment, the outcomes of contests, and the figures of experiments `alone`."""
 
     limits: dict[str, float]
-    products: dict[str, float]
+    products: dict[str, float] = field(default_factory=dict)
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     alone: dict[str, Figures] = field(default_factory=dict)
 
@@ -169,8 +182,8 @@ async def run_peers(
 ) -> Results:
     """Runs experiments. `before`, the command of another version, takes the place of sentence-transformers.
     A system that does not start ends the run with an error."""
-    small, large = _bert_products(6, 384), _bert_products(12, 768)
-    results = Results(_limits(), {"cross-encoder": small, "pairs": small, "colbert": large})
+    experiments = {name: each for name, each in {**EXPERIMENTS, **SHAPES}.items() if name in wanted}
+    results = Results(_limits())
     servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
     if before is not None:
         servers.insert(1, maxsimd(BEFORE, executable=before))
@@ -181,25 +194,25 @@ async def run_peers(
     plain = [
         SentenceTransformers(f"sentence-transformers {dtype}", dtype) for dtype in ("bfloat16", "float32")
     ]
-    for checkpoint, save, others in (
-        ("cross-encoder", save_cross_encoder, plain if before is None else []),
-        ("colbert", save_colbert, []),
-    ):
-        contests = [
-            name
-            for name, experiment in EXPERIMENTS.items()
-            if name in wanted and experiment.loads and experiment.checkpoint == checkpoint
-        ]
+    for checkpoint in RERANKERS:
+        contests = {
+            name: experiment
+            for name, experiment in experiments.items()
+            if experiment.loads and experiment.checkpoint == checkpoint
+        }
         if not contests:
             continue
+        with_plain = before is None and not contests.keys().isdisjoint(("cross-encoder", "pairs"))
         with tempfile.TemporaryDirectory() as folder:
+            path = save_reranker(checkpoint, Path(folder, checkpoint))
+            results.products.update(dict.fromkeys(contests, gflop_a_token(path)))
             async with AsyncExitStack() as stack:
-                arena = await Arena.enter(stack, [*servers, *others], save(Path(folder, checkpoint)))
-                for name in contests:
+                arena = await Arena.enter(stack, [*servers, *(plain if with_plain else [])], path)
+                for name, contest in contests.items():
                     click.echo(f"  {name}", err=True)
-                    results.outcomes[name] = await arena.compete(EXPERIMENTS[name], rounds)
-    for name, experiment in EXPERIMENTS.items():
-        if name in wanted and not experiment.loads:
+                    results.outcomes[name] = await arena.compete(contest, rounds)
+    for name, experiment in experiments.items():
+        if not experiment.loads:
             click.echo(f"  {name}", err=True)
             results.alone[name] = await _measure_alone(name, rounds)
     # Again, in case something else was still running at first: a machine is never faster than it is.
@@ -255,11 +268,6 @@ def _limits() -> dict[str, float]:
         for dtype in (torch.float32, torch.bfloat16, torch.int8)
     }
     return {**limits, "copy": _copy_bandwidth()}
-
-
-def _bert_products(layers: int, width: int) -> float:
-    """GFLOP a token in the linear layers of a BERT, two operations a weight. Attention is not counted."""
-    return 2 * layers * (4 + 8) * width * width / 1e9
 
 
 def _product_peak(dtype: "torch.dtype") -> float:
@@ -322,14 +330,19 @@ def markdown(results: Results) -> str:
         f"{limits['int8']:.0f} GOP/s; copies {limits['copy']:.0f} GB/s. Medians over rounds, in which every "
         "system has its turn; ratios are taken round by round. The texts are docstrings, the weights random.",
     ]
+    if by_shape := {name: results.outcomes[name][0] for name in SHAPES if name in results.outcomes}:
+        lines += _shapes_table(by_shape, results)
     for name, outcomes in results.outcomes.items():
+        if name in SHAPES:
+            continue
         lines += ["", f"## {EXPERIMENTS[name].title}", ""]
-        if name in results.products:
-            lines += _throughput(outcomes[0], results, name)
-        elif name == "single":
-            lines += _latency(outcomes[0])
-        else:
-            lines += _curve(outcomes, name)
+        match EXPERIMENTS[name].table:
+            case "throughput":
+                lines += _throughput(outcomes[0], results, name)
+            case "latency" if len(outcomes) == 1:
+                lines += _latency(outcomes[0])
+            case _:
+                lines += _curve(outcomes, name)
     for name, figures in results.alone.items():
         lines += ["", f"## {EXPERIMENTS[name].title}", ""]
         if name == "maxsim":
@@ -341,15 +354,34 @@ def markdown(results: Results) -> str:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Writes peers-cpu.json and peers-cpu.md and returns their paths."""
+    """Writes peers-cpu.json and peers-cpu.md, or peer-shapes-cpu.* for shapes, and returns their paths."""
     figures: dict[str, Any] = {
         name: [_as_json(outcome) for outcome in outcomes] for name, outcomes in results.outcomes.items()
     }
-    report, data = folder / "peers-cpu.md", folder / "peers-cpu.json"
+    stem = "peers-cpu" if results.outcomes.keys().isdisjoint(SHAPES) else "peer-shapes-cpu"
+    report, data = folder / f"{stem}.md", folder / f"{stem}.json"
     report.write_text(markdown(results), encoding="utf-8")
     about = {"limits": results.limits, "products": results.products, "maxsim": {}}
     write_json(str(data), about | figures | results.alone)
     return [report, data]
+
+
+def _shapes_table(outcomes: dict[str, Outcome], results: Results) -> list[str]:
+    """Documents a second of all systems by shape, ratios to the peers, and shares of the products' peak."""
+    systems = list(next(iter(outcomes.values())).turns)
+    peers = [system for system in systems if system not in (OURS, QUANTIZED)]
+    ratios = [(ours, peer) for peer in peers for ours in (OURS, QUANTIZED)]
+    heads = [f"{system}, documents/s" for system in systems]
+    heads += [f"{ours} / {peer}" for ours, peer in ratios] + ["share of bfloat16's peak", "of int8's"]
+    lines = ["", "## By shape", "", f"| model | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    for name, outcome in outcomes.items():
+        cells = [f"{outcome.median(system, 'documents_per_s'):.2f}" for system in systems]
+        cells += [f"{outcome.ratio(ours, peer, 'documents_per_s'):.2f}" for ours, peer in ratios]
+        for system in (OURS, QUANTIZED):
+            gflops = outcome.median(system, "tokens_per_s") * results.products[name]
+            cells.append(f"{gflops / results.limits[system.split()[-1]]:.0%}")
+        lines.append(f"| {SHAPES[name].title} | {' | '.join(cells)} |")
+    return lines
 
 
 def _throughput(outcome: Outcome, results: Results, name: str) -> list[str]:

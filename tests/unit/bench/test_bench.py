@@ -15,14 +15,14 @@ import torch
 from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
-from maxsimd.bench.checkpoints import unigram_tokenizer
+from maxsimd.bench.checkpoints import gflop_a_token, save_reranker, unigram_tokenizer
 from maxsimd.bench.datasets import mixed_counts, random_requests
 from maxsimd.bench.gpu.first_day.__main__ import run_steps
 from maxsimd.bench.gpu.first_day.processes import Step, run_cases
 from maxsimd.bench.gpu.kernels import Run, prepared
 from maxsimd.bench.load import SentenceTransformers, System, maxsimd
 from maxsimd.bench.methods import GPU_TOKENS_A_SECOND
-from maxsimd.bench.peers import OURS, QUANTIZED, Arena, Load, Results, Turn, markdown
+from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES, Arena, Load, Results, Turn, markdown
 from maxsimd.bench.peers import Outcome as PeerOutcome
 from maxsimd.bench.report import Outcome, Report, run_and_clean_up
 from tests.waiting import wait_for
@@ -72,6 +72,14 @@ def test_reports_count_failures_apart_and_show_ratios() -> None:
     results = Results(limits, {"cross-encoder": 0.02}, {"cross-encoder": [PeerOutcome(100, 8, turns)]})
     # 800 tokens/s x 0.02 GFLOP of 400 GFLOP/s. Ratios are those of each round: 10/5, 40/10, 20/8.
     assert "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |" in markdown(results).splitlines()
+    shape = next(iter(SHAPES))
+    results = Results(limits, {shape: 0.1}, {shape: [PeerOutcome(1, 1, turns)]})
+    assert markdown(results).splitlines()[-1].endswith("| 20.00 | 50.00 | 8.00 | 2.50 | 6.00 | 50% | 62% |")
+
+
+def test_products_of_a_checkpoint_are_counted(tmp_path: Path) -> None:
+    weights_a_layer = 4 * 384 * 384 + 2 * 384 * 1536
+    assert gflop_a_token(save_reranker("minilm-l6", tmp_path)) == pytest.approx(2 * 6 * weights_a_layer / 1e9)
 
 
 def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: Sh
 
 
 def _print_slices() -> None:
-    """Slices of a thread before and after it takes short ones, and of one that it starts, and its niceness."""
+    """Slices of a thread before and after it takes short ones, and of one that it starts; its niceness."""
     os.nice(3)
     before = slice_of()
     assert take_short_slices()
