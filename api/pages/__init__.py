@@ -3,10 +3,14 @@
 import base64
 import gzip
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
+
+_FOLDER = files("maxsimd.api.pages")
+# The playground's scripts, in order.
+_PLAYGROUND = ("elements", "documents", "server", "matches", "results", "heatmap", "live", "sharing", "page")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,32 +24,27 @@ class Page:
 @cache
 def playground() -> Page:
     """Ranks documents and shows why."""
-    return _page("playground")
+    return _page("playground", scripts=[_text(f"playground/{name}.js") for name in _PLAYGROUND])
 
 
 @cache
 def docs() -> Page:
     """Shows /openapi.json in Swagger UI. The first call takes about 0.1 s."""
-    folder = files("maxsimd.api.pages") / "swagger-ui"
-    return _page(
-        "docs",
-        style=_decompressed(folder / "swagger-ui.css.gz"),
-        script=_decompressed(folder / "swagger-ui-bundle.js.gz"),
+    style, script = (
+        gzip.decompress((_FOLDER / "swagger-ui" / name).read_bytes()).decode("utf-8")
+        for name in ("swagger-ui.css.gz", "swagger-ui-bundle.js.gz")
     )
+    return _page("docs", style=style, scripts=[script, _text("docs.js")])
 
 
-def _decompressed(file: Traversable) -> str:
-    return gzip.decompress(file.read_bytes()).decode("utf-8")
+def _text(path: str) -> str:
+    return (_FOLDER / path).read_text(encoding="utf-8")
 
 
-def _page(name: str, style: str = "", script: str = "") -> Page:
-    """The page of this name. A library's `style` and `script` come before its own."""
-    folder = files("maxsimd.api.pages")
-    html, own_style, own_script = (
-        (folder / f"{name}.{ending}").read_text(encoding="utf-8") for ending in ("html", "css", "js")
-    )
-    style, script = style + own_style, f"{script}\n{own_script}" if script else own_script
-    whole = html.replace("/*{{style}}*/", style).replace("/*{{script}}*/", script)
+def _page(name: str, scripts: Sequence[str], style: str = "") -> Page:
+    """The page of this name, with its scripts as one. A library's `style` comes before its own."""
+    style, script = style + _text(f"{name}.css"), "\n".join(scripts)
+    whole = _text(f"{name}.html").replace("/*{{style}}*/", style).replace("/*{{script}}*/", script)
     policy = "; ".join(
         (
             "default-src 'none'",

@@ -1,10 +1,12 @@
 """The page at /, in a real browser before a real server."""
 
+import csv
 import json
 import os
 import re
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,12 @@ def _fill(page: Page, query: str, documents: list[str]) -> None:
         )
     ):
         page.fill("#documents", "\n".join(documents))
-    expect(page.locator("#results li")).to_have_count(len(documents))
+    expect(page.locator(".results > li")).to_have_count(len(documents))
+
+
+def _wait_until_ranked(page: Page, documents: list[str]) -> None:
+    expect(page.locator(".results > li")).to_have_count(len(documents))
+    expect(page.locator(".column.stale, .column.busy")).to_have_count(0)
 
 
 def _explained(server: Server, query: str, documents: list[str], **options: Any) -> list[Any]:
@@ -62,9 +69,19 @@ def _explained(server: Server, query: str, documents: list[str], **options: Any)
 def _shown(page: Page) -> list[Any]:
     """What stands under each result: its pieces of text with their heat."""
     return page.eval_on_selector_all(
-        "#results .text",
+        ".results .text",
         "texts => texts.map(t => [...t.children].map(p => [p.textContent, Number(p.dataset.heat ?? 0)]))",
     )
+
+
+def _word_around(text: str, start: int, end: int) -> range:
+    """The characters of the words that a token is a part of, in scripts that write spaces."""
+    inside = [(c.isascii() and c.isalnum()) or unicodedata.category(c) in ("Mn", "Ll") for c in text]
+    while start > 0 and inside[start - 1] and inside[start]:
+        start -= 1
+    while end < len(text) and inside[end - 1] and inside[end]:
+        end += 1
+    return range(start, end)
 
 
 def _expected(result: Any, text: str, query: str, word: str) -> list[tuple[str, float]]:
@@ -74,7 +91,7 @@ def _expected(result: Any, text: str, query: str, word: str) -> list[tuple[str, 
     for match in result["explanation"]["matches"]:
         asked, found = match["query_span"], match["document_span"]
         if asked and found and start <= asked[0] and asked[1] <= start + len(word):
-            for i in range(*found):
+            for i in _word_around(text, *found):
                 heat[i] = max(heat[i], match["similarity"])
     return [*zip(text, heat, strict=True)]
 
@@ -101,12 +118,12 @@ def test_pointing_or_the_keyboard_shows_what_explain_says(page: Page, server: Se
         )
         title = button.get_attribute("title")
         assert title is not None
-        assert float(title.split(" %")[0]) == pytest.approx(share * 100, abs=0.06)
-    scores = [float(score) for score in page.locator("#results strong").all_text_contents()]
+        assert float(title.split("%")[0]) == pytest.approx(share * 100, abs=0.06)
+    scores = [float(score) for score in page.locator(".results strong").all_text_contents()]
     assert scores == pytest.approx([result["relevance_score"] for result in results], abs=1e-3)
-    page.get_by_text("Why: each word's share").first.click()
-    shares = page.locator("#results li:first-child td.number:nth-of-type(2)").all_text_contents()
-    assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
+    page.get_by_text("Why this score").first.click()
+    shares = page.locator(".results > li:first-child td.number:nth-of-type(2)").all_text_contents()
+    assert sum(float(share.removesuffix("%")) for share in shares) == pytest.approx(100, abs=1)
     _fill(page, QUERY, DOCUMENTS[::-1])
     plain = _shown(page)
     page.get_by_role("button", name="Käse", exact=True).focus()
@@ -127,15 +144,15 @@ def test_pointing_or_the_keyboard_shows_what_explain_says(page: Page, server: Se
 def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Server, view: str) -> None:
     with opened(browser, server.url + "/", **VIEWS[view]) as watched:
         page = watched.page
-        page.wait_for_selector("#results li")
-        page.locator("#words button").nth(5).focus()
-        page.get_by_text("Why: each word's share").first.click()
+        page.wait_for_selector(".results > li")
+        page.locator(".words button").nth(5).focus()
+        page.get_by_text("Why this score").first.click()
         assert not watched.serious_findings()
         width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert width <= 0, "nothing stands outside"
         if folder := os.environ.get("MAXSIMD_SCREENSHOTS"):
-            page.get_by_text("Why: each word's share").first.click()
-            page.locator("#words button").nth(5).focus()
+            page.get_by_text("Why this score").first.click()
+            page.locator(".words button").nth(5).focus()
             page.wait_for_timeout(300)
             page.screenshot(path=Path(folder) / f"playground-{view}.png")
         page.get_by_role("tab", name="Live figures").click()
@@ -147,13 +164,13 @@ def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Ser
 def test_live_figures_are_those_of_the_metrics(page: Page, server: Server) -> None:
     page.get_by_role("tab", name="Live figures").click()
     page.wait_for_selector(".figure")
-    memory = page.locator(".figure", has_text="Memory, MiB").locator("p").text_content()
+    memory = page.locator(".figure", has_text="Memory").locator("b").text_content()
     assert memory is not None
     there = server.metric("process_resident_memory_bytes") / 2**20
     assert float(memory.replace(",", "")) == pytest.approx(there, rel=0.2)
     for _ in range(3):
         httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a new document"]})
-    figure = page.locator(".figure", has_text="Requests a second").locator("p")
+    figure = page.locator(".figure", has_text="answered, on all routes").locator("b")
     expect(figure).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
 
 
@@ -176,7 +193,7 @@ def test_files_and_what_is_dropped_are_read(page: Page, server: Server, tmp_path
         (tmp_path / name).write_text(content, encoding="utf-8", newline="")
         with asked_for(texts):
             page.set_input_files("#file", tmp_path / name)
-        expect(page.locator("#results li")).to_have_count(len(texts))
+        expect(page.locator(".results > li")).to_have_count(len(texts))
     for brought, texts in (
         ('new File([\'{"text": "one"}\\n{"text": "two"}\\n\'], \'a.jsonl\')', ["one", "two"]),
         ("'three\\n four \\n five\\n'", ["three", "four", "five"]),
@@ -193,7 +210,7 @@ def test_files_and_what_is_dropped_are_read(page: Page, server: Server, tmp_path
         expect(page.locator("#documents")).to_have_class(re.compile("over"))
         with asked_for(texts):
             page.dispatch_event("#documents", "drop", {"dataTransfer": carried})
-        expect(page.locator("#results li")).to_have_count(len(texts))
+        expect(page.locator(".results > li")).to_have_count(len(texts))
 
 
 def test_what_is_wrong_is_said(browser: Browser, server: Server, tmp_path: Path) -> None:
@@ -228,6 +245,126 @@ def test_it_can_be_taken_to_a_shell_and_to_python(page: Page, server: Server, tm
     assert [line.split(" ", 1)[1] for line in ran.stdout.splitlines()] == [documents[i] for i in expected]
 
 
+def test_it_tells_of_waiting_and_failing(page: Page, server: Server) -> None:
+    _fill(page, QUERY, DOCUMENTS)
+    expect(page.locator(".status")).to_have_text(
+        re.compile(r"4 documents ranked: \d+ ms on the server, \d+ ms in all")
+    )
+    page.route("**/rerank", lambda route: None)
+    page.fill("#query", "cheese")
+    column = page.locator(".column.stale")
+    expect(column).to_have_attribute("aria-busy", "true")
+    page.click("#stop")
+    expect(column).to_have_attribute("aria-busy", "false")
+    page.get_by_text("Stopped.").wait_for()
+    page.unroute("**/rerank")
+    # A refusal without the browser's own complaint of it.
+    page.evaluate(
+        """() => {
+            const [send, body] = [window.fetch, JSON.stringify({ error: { message: "too many wait" } })];
+            const refusal = () => new Response(body, { status: 429, headers: { "retry-after": "50" } });
+            window.fetch = async (url, ...rest) =>
+                window.mends || !String(url).endsWith("rerank") ? send(url, ...rest) : refusal();
+        }"""
+    )
+    page.click("#go")
+    problem = page.get_by_role("alert")
+    expect(problem).to_contain_text(re.compile(r"The server is busy.*too many wait.*Next try in \d+ s"))
+    page.evaluate("window.mends = true")
+    problem.get_by_role("button", name="Try now").click()
+    expect(problem).to_be_hidden()
+    page.check("#normalize")
+    page.get_by_text("Mean MaxSim").wait_for()
+    scores = page.locator(".results strong").all_text_contents()
+    assert all(0 <= float(score) <= 1 for score in scores)
+
+
+TABLE = 'id,title,text\na1,"<img src=x onerror=alert(1)>",Open a file\na2,,"=1+1, a sum"\n'
+
+
+def test_a_ranking_can_be_shared_and_downloaded(page: Page, server: Server, tmp_path: Path) -> None:
+    page.fill("#key", "secret")
+    for pasted, told in (
+        ('{"_id": 7, "text": "Open a file"}\n"b"', "2 documents from JSON lines"),
+        (TABLE, "2 documents from CSV"),
+    ):
+        page.fill("#documents", pasted)
+        expect(page.locator("#count")).to_have_text(told)
+    _wait_until_ranked(page, ["<img src=x onerror=alert(1)> Open a file", "=1+1, a sum"])
+    assert "".join(page.locator(".results .title").all_text_contents()) == "<img src=x onerror=alert(1)>"
+    with page.expect_download() as download:
+        page.click("#csv")
+    rows = [*csv.DictReader(download.value.path().open(encoding="utf-8"))]
+    assert [(row["rank"], row["id"], row["text"]) for row in rows] == [
+        ("1", "a1", "Open a file"),
+        ("2", "a2", "'=1+1, a sum"),
+    ]
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
+    page.click("#link")
+    page.get_by_text("Copied the link").wait_for()
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert "secret" not in link
+    page.fill("#documents", "x" * 9000)
+    page.click("#link")
+    page.get_by_text("too long for a link").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(link)
+    page.reload()
+    page.get_by_text("Nothing has been sent yet").wait_for()
+    page.get_by_text("reads 256 tokens").wait_for()
+    assert page.input_value("#documents") == TABLE
+    assert page.input_value("#key") == ""
+    assert not [url for url in asked if url.endswith("/rerank")]
+    page.click("#go")
+    expect(page.locator(".results > li")).to_have_count(2)
+    page.reload()
+    expect(page.locator(".results > li")).to_have_count(2)
+
+
+def test_the_heat_map_has_the_matches_of_explain(page: Page, server: Server) -> None:
+    _fill(page, QUERY, DOCUMENTS)
+    (best, *_) = _explained(server, QUERY, DOCUMENTS)
+    page.get_by_role("button", name="Heat map").first.click()
+    page.check("#markers")
+    page.uncheck("#merge")
+    page.locator("#map-canvas").focus()
+    said = page.locator("#map-cell")
+    values = page.evaluate("map.values")
+    matches = best["explanation"]["matches"]
+    assert [max(row) for row in values] == pytest.approx([match["similarity"] for match in matches], abs=1e-3)
+    assert page.evaluate("map.best") == [match["document_row"] for match in matches]
+    page.keyboard.press("ArrowDown")
+    column = matches[0]["document_row"]
+    expect(said).to_have_text(
+        re.compile(f"^{re.escape(matches[1]['query_token'])} × .*: {values[1][column]:.3f}")
+    )
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+@pytest.mark.one_process
+def test_two_models_are_compared(
+    browser: Browser, module_starter: StartServer, bert_cross_encoder: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "maxsimd.yaml"
+    config.write_text(
+        json.dumps({"models": {"late": {}, "pairs": {"model": bert_cross_encoder}}, "dtype": "float32"})
+    )
+    server = module_starter("--config", str(config))
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.wait_for_selector(".results > li")
+        page.select_option("#rival", "pairs")
+        page.get_by_text("Kendall's tau is").wait_for()
+        for name in ("late", "pairs"):
+            expect(page.get_by_role("region", name=name, exact=True).locator(".results > li")).to_have_count(
+                6
+            )
+        assert not watched.serious_findings()
+        watched.check(server.url)
+
+
 @pytest.fixture(scope="module")
 def server_with_key(module_starter: StartServer, bert_cross_encoder: str) -> Server:
     return module_starter(bert_cross_encoder, "--api-key", "secret")
@@ -239,11 +376,11 @@ def test_a_key_is_asked_for(browser: Browser, server_with_key: Server) -> None:
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 401
     with opened(browser, server.url + "/") as watched:
         page = watched.page
-        page.get_by_text("this server asks for an API key").wait_for()
+        page.get_by_role("alert").get_by_text("This server asks for a key").wait_for()
         page.fill("#key", "secret")
         page.locator("#key").blur()
-        page.wait_for_selector("#results li")
-        assert page.locator("#results li").count() == 6
+        page.wait_for_selector(".results > li")
+        assert page.locator(".results > li").count() == 6
         page.click("#curl")
         watched.page.get_by_role("tab", name="Live figures").click()
         page.wait_for_selector(".figure")
@@ -251,9 +388,9 @@ def test_a_key_is_asked_for(browser: Browser, server_with_key: Server) -> None:
 
 def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_server: Server) -> None:
     with opened(browser, cross_encoder_server.url + "/") as watched:
-        watched.page.wait_for_selector("#results li")
-        assert watched.page.locator("#words button").count() == 0
-        expect(watched.page.locator("#results .quiet").first).to_contain_text("tokens")
+        watched.page.wait_for_selector(".results > li")
+        assert watched.page.locator(".words button").count() == 0
+        expect(watched.page.locator(".results .facts").first).to_contain_text("tokens")
         watched.check(cross_encoder_server.url)
 
 

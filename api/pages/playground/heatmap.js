@@ -1,0 +1,195 @@
+// The heat map of late interaction: the similarity of each query token to each document token.
+
+const MOST_CELLS = 200_000;
+const map = { full: null, rows: [], columns: [], values: [], row: 0, column: 0, opened: 0 };
+
+async function vectorsOf(model, text, input_type) {
+  const body = { ...(model === null ? {} : { model }), input: [text], input_type, encoding_format: "base64" };
+  const { found } = await request("v1/multi-vector", body);
+  return found.data[0].embeddings;
+}
+
+const floatsOf = (base64) => new Float32Array(Uint8Array.from(atob(base64), (character) => character.charCodeAt(0)).buffer);
+
+// The tokens behind a document's vectors. They are scored as a query for their own document, in which each
+// matches itself best.
+async function tokensOf(model, embedding, shape, text) {
+  const body = {
+    ...(model === null ? {} : { model }), queries: [{ embedding, dtype: "float32", shape }], documents: [text], explain: true,
+  };
+  const { found } = await request("score", body);
+  const tokens = new Array(shape[0]).fill(null);
+  for (const match of found.data[0].explanation.matches) {
+    tokens[match.document_row] = { name: match.document_token, span: match.document_span };
+  }
+  return tokens.map((token) => token ?? { name: "…", span: null });
+}
+
+async function openMap(column, result) {
+  const opened = ++map.opened;
+  const { model, asked } = column;
+  $("map-title").textContent = model === null ? "Heat map" : `Heat map: ${model}`;
+  $("map-document").textContent = result.text.length > 160 ? `${result.text.slice(0, 160)}…` : result.text;
+  $("map-cell").textContent = "Reading the vectors of the query and the document";
+  map.full = null;
+  drawMap();
+  $("map").showModal();
+  try {
+    const [query, embedding] = await Promise.all([
+      vectorsOf(model, asked.query, "query"), vectorsOf(model, result.text, "document"),
+    ]);
+    const matches = result.explanation.matches;
+    const [q, d] = [floatsOf(query), floatsOf(embedding)];
+    const dim = q.length / matches.length;
+    const count = d.length / dim;
+    if (!Number.isInteger(dim) || !Number.isInteger(count)) throw new Problem("This query is read in several parts, which have no heat map");
+    if (matches.length * count > MOST_CELLS) throw new Problem("This document is too long for a heat map");
+    const tokens = await tokensOf(model, embedding, [count, dim], result.text);
+    if (opened !== map.opened) return;
+    const values = matches.map((_, i) =>
+      Float32Array.from({ length: count }, (_, j) => {
+        let sum = 0;
+        for (let k = 0; k < dim; k++) sum += q[i * dim + k] * d[j * dim + k];
+        return sum;
+      }),
+    );
+    const rows = matches.map((match) => ({ name: match.query_token, span: match.query_span }));
+    map.full = { query: asked.query, text: result.text, rows, columns: tokens, values };
+    $("map-cell").textContent = "Point at a cell, or move with the arrow keys.";
+    layMap();
+  } catch (error) {
+    if (opened === map.opened) $("map-cell").textContent = [error.message, error.detail].filter(Boolean).join(". ");
+  }
+}
+
+// The names of tokens, or of words with the numbers of their tokens. Markers are those without a place.
+function grouped(text, tokens) {
+  const { merge, markers } = { merge: $("merge").checked, markers: $("markers").checked };
+  const alone = tokens.map(({ name, span }, i) => ({ name: name ?? "…", numbers: [i], isMarker: !span }));
+  const known = merge
+    ? wordsOf(text, tokens.map((token) => token.span)).filter((word) => !word.isMarkers)
+    : alone.filter((token) => !token.isMarker);
+  return markers ? [...known, ...alone.filter((token) => token.isMarker)].sort((a, b) => a.numbers[0] - b.numbers[0]) : known;
+}
+
+// A word has the highest similarity of its tokens.
+function layMap() {
+  const { query, text, rows, columns, values } = map.full;
+  map.rows = grouped(query, rows);
+  map.columns = grouped(text, columns);
+  map.values = map.rows.map((row) =>
+    map.columns.map((column) => Math.max(...row.numbers.flatMap((i) => column.numbers.map((j) => values[i][j])))),
+  );
+  // -1 where a hidden marker is the best match.
+  map.best = map.rows.map((row) => {
+    const bests = row.numbers.map((i) => values[i].indexOf(Math.max(...values[i])));
+    const most = Math.max(...row.numbers.map((i, k) => values[i][bests[k]]));
+    const best = bests.find((j, k) => values[row.numbers[k]][j] === most);
+    return map.columns.findIndex((column) => column.numbers.includes(best));
+  });
+  [map.row, map.column] = [0, Math.max(0, map.best[0] ?? 0)];
+  const named = counted(map.rows.length, "query row");
+  $("map-canvas").setAttribute("aria-label", `Similarities of ${named} and ${counted(map.columns.length, "document column")}; arrow keys move from cell to cell`);
+  drawMap();
+}
+
+const shortened = (name) => (name.length > 14 ? `${name.slice(0, 13)}…` : name);
+
+function drawMap() {
+  const canvas = $("map-canvas");
+  if (!map.full) {
+    canvas.hidden = true;
+    return;
+  }
+  canvas.hidden = false;
+  const style = getComputedStyle(document.documentElement);
+  const [ink, line, main, panel, heat] = ["--ink", "--line", "--main", "--panel", "--heat"].map((name) => style.getPropertyValue(name).trim());
+  const size = Number($("zoom").value);
+  const letters = Math.min(14, Math.max(9, size * 0.6));
+  const pen = canvas.getContext("2d");
+  const font = `${letters}px system-ui, sans-serif`;
+  pen.font = font;
+  const widest = (names) => Math.ceil(Math.max(20, ...names.map(({ name }) => pen.measureText(shortened(name)).width))) + 8;
+  const [left, top] = [widest(map.rows), widest(map.columns)];
+  const [width, height] = [left + map.columns.length * size + 4, top + map.rows.length * size + 4];
+  const ratio = Math.min(window.devicePixelRatio || 1, 16000 / Math.max(width, height));
+  Object.assign(canvas, { width: Math.ceil(width * ratio), height: Math.ceil(height * ratio) });
+  Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+  Object.assign(map, { left, top, size });
+  pen.scale(ratio, ratio);
+  pen.font = font;
+  pen.textBaseline = "middle";
+  pen.fillStyle = panel;
+  pen.fillRect(0, 0, width, height);
+  const all = map.values.flat();
+  const [least, most] = [all.reduce((a, b) => Math.min(a, b), 1), all.reduce((a, b) => Math.max(a, b), 0)];
+  map.values.forEach((row, i) => {
+    row.forEach((value, j) => {
+      const strength = ((value - least) / Math.max(1e-9, most - least)) ** 1.5;
+      pen.fillStyle = `rgb(${heat} / ${strength.toFixed(3)})`;
+      pen.fillRect(left + j * size, top + i * size, size - 1, size - 1);
+      if (size < 34) return;
+      pen.fillStyle = ink;
+      pen.font = "11px system-ui, sans-serif";
+      pen.textAlign = "center";
+      pen.fillText(value.toFixed(2), left + (j + 0.5) * size, top + (i + 0.5) * size);
+    });
+    if (map.best[i] < 0) return;
+    pen.strokeStyle = main;
+    pen.lineWidth = 2;
+    pen.strokeRect(left + map.best[i] * size, top + i * size, size - 1, size - 1);
+  });
+  pen.fillStyle = ink;
+  pen.font = font;
+  pen.textAlign = "right";
+  map.rows.forEach(({ name }, i) => pen.fillText(shortened(name), left - 6, top + (i + 0.5) * size));
+  pen.textAlign = "left";
+  map.columns.forEach(({ name }, j) => {
+    pen.save();
+    pen.translate(left + (j + 0.5) * size, top - 5);
+    pen.rotate(-Math.PI / 2);
+    pen.fillText(shortened(name), 0, 0);
+    pen.restore();
+  });
+  pen.strokeStyle = line;
+  pen.lineWidth = 1;
+  pen.strokeRect(left - 1, top - 1, width - left - 3, height - top - 3);
+  if (document.activeElement !== canvas || !map.values.length) return;
+  pen.strokeStyle = ink;
+  pen.lineWidth = 3;
+  pen.strokeRect(left + map.column * size, top + map.row * size, size - 1, size - 1);
+}
+
+function tellCell(row, column) {
+  const value = map.values[row]?.[column];
+  if (value === undefined) return;
+  const isBest = map.best[row] === column;
+  $("map-cell").textContent = `${map.rows[row].name} × ${map.columns[column].name}: ${value.toFixed(3)}${isBest ? ", the best match" : ""}`;
+}
+
+function moveInMap(event) {
+  const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!step || !map.full) return;
+  event.preventDefault();
+  const within = (value, count) => Math.min(count - 1, Math.max(0, value));
+  map.row = within(map.row + step[0], map.rows.length);
+  map.column = within(map.column + step[1], map.columns.length);
+  tellCell(map.row, map.column);
+  drawMap();
+  const [box, x, y] = [$("map-scroll"), map.left + map.column * map.size, map.top + map.row * map.size];
+  const seen = (place, start, size) => (place < start ? place - map.size : place + 2 * map.size > start + size ? place + 2 * map.size - size : start);
+  box.scrollTo(map.column ? seen(x, box.scrollLeft, box.clientWidth) : 0, map.row ? seen(y, box.scrollTop, box.clientHeight) : 0);
+}
+
+function prepareMap() {
+  for (const name of ["merge", "markers"]) $(name).addEventListener("change", () => map.full && layMap());
+  $("zoom").addEventListener("input", drawMap);
+  $("map-canvas").addEventListener("keydown", moveInMap);
+  for (const kind of ["focus", "blur"]) $("map-canvas").addEventListener(kind, drawMap);
+  $("map-canvas").addEventListener("pointermove", (event) => {
+    if (map.full) tellCell(Math.floor((event.offsetY - map.top) / map.size), Math.floor((event.offsetX - map.left) / map.size));
+  });
+  $("map-close").addEventListener("click", () => $("map").close());
+  $("map").addEventListener("close", () => map.opened++);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
+}
