@@ -5,17 +5,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from maxsimd.bench.checkpoints import RERANKERS
+from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES
+
 _OURS, _OTHERS = "tab:blue", "tab:gray"
 _MARKS = {"maxsimd bfloat16": "o", "maxsimd int8": "s", "vLLM bfloat16": "^"}
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draws the experiments that peers-cpu.json in `folder` has; returns the pictures' paths. ImportError
-    without matplotlib."""
+    """Draws the experiments that peers-cpu.json and peer-shapes-cpu.json in `folder` have; returns the
+    pictures' paths. ImportError without matplotlib."""
     draw_to_files()
-    results = json.loads((folder / "peers-cpu.json").read_text(encoding="utf-8"))
-    shown = [name for name in _PLOTS if results.get(name)]
-    return [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
+    drawn = []
+    if (file := folder / "peers-cpu.json").exists():
+        results = json.loads(file.read_text(encoding="utf-8"))
+        shown = [name for name in _PLOTS if results.get(name)]
+        drawn = [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
+    if (file := folder / "peer-shapes-cpu.json").exists():
+        results = json.loads(file.read_text(encoding="utf-8"))
+        drawn.append(save(_by_shape(results), folder / "shapes.svg"))
+    return drawn
+
+
+def _by_shape(results: dict[str, Any]) -> Any:
+    """Bars of our throughput with many documents, in times that of vLLM, for each shape."""
+    names: list[str] = []
+    ratios: dict[str, list[float]] = {OURS: [], QUANTIZED: []}
+    for name, (outcome, *_) in ((name, found) for name, found in results.items() if name in SHAPES):
+        if outcome["concurrency"] == 8:
+            names.append(RERANKERS[SHAPES[name].checkpoint])
+            for ours, values in ratios.items():
+                values.append(outcome["ratios_of_documents_per_s"][ours]["vLLM bfloat16"])
+    figure, axes = _axes(0.75 * len(names) + 1.3)
+    for i, (ours, values) in enumerate(ratios.items()):
+        places = [row + 0.38 * (i - 0.5) for row in range(len(names))]
+        drawn = axes.barh(places, values, height=0.36, label=ours, color=(_OURS, "tab:cyan")[i])
+        axes.bar_label(drawn, fmt="%.2f", padding=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.axvline(1, color=_OTHERS, linestyle="--", label="vLLM bfloat16")
+    axes.set_xlabel("documents a second, in times vLLM's")
+    axes.margins(x=0.12)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
 
 
 def draw_to_files() -> None:
