@@ -56,7 +56,8 @@ class Explanation:
     cache. `matches` are for late interaction, one per query vector: MaxSim is the sum of their similarities.
     `windows` are for documents that were read through windows. `maps` are for documents with pictures, if
     requested: per picture the similarity of each query vector to each patch, float32 [query vectors, rows,
-    columns], NaN for patches that take no part."""
+    columns], NaN for patches that take no part. `read_span` has the characters that were read of a truncated
+    document; None for others, and for pairs whose score came from the cache."""
 
     tokens: int
     truncated: bool
@@ -64,6 +65,7 @@ class Explanation:
     matches: tuple[TokenMatch, ...] = ()
     windows: tuple[WindowScore, ...] = ()
     maps: tuple[NDArray[np.float32], ...] = ()
+    read_span: Span | None = None
 
     @property
     def passage(self) -> WindowScore | None:

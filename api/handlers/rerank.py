@@ -205,6 +205,9 @@ class WireExplanation(msgspec.Struct, omit_defaults=True):
             [[[[0.31, 0.12], [0.08, None]]]],
         ),
     ] = []
+    read_span: Annotated[
+        tuple[int, int] | None, about("Of a truncated document, the part that was read.", [0, 1800])
+    ] = None
 
 
 _EXPLAINED = about("Why the document has its score, with `explain`.")
@@ -460,6 +463,7 @@ def _on_wire(explanation: Explanation) -> WireExplanation:
         explanation.windows,
         explanation.passage,
         [each.tolist() for each in explanation.maps],
+        explanation.read_span,
     )
 
 

@@ -148,11 +148,19 @@ class CrossEncoderPlan(CachedScorePlan):
             assert self.pairs is not None
             spans = self.pairs.window_spans(pair)
             windows = tuple(WindowScore(span, score) for span, score in zip(spans, scores, strict=False))
-        explanation = Explanation(facts.tokens, bool(facts.truncated), False, (), windows)
+        read = self._read_span(pair) if facts.truncated else None
+        explanation = Explanation(facts.tokens, bool(facts.truncated), False, (), windows, (), read)
         if not windows:
             return explanation
         raw = np.array([window.score for window in windows], dtype=np.float32)
         return with_window_scores(explanation, self.final_scores(raw))
+
+    def _read_span(self, pair: int) -> Span | None:
+        """The part of a truncated document that was read; None if it cannot be told."""
+        if self.pairs is None or not isinstance(self.pairs.request.documents[pair], str):
+            return None
+        spans = self.pairs.window_spans(pair)
+        return spans[0][0], spans[-1][1]
 
 
 class CrossEncoderProcessor(ScoreProcessor):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
+from maxsimd.engine.explanations import Explanation, Span, TokenMatch, WindowScore
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.documents import (
     CacheLookup,
@@ -596,7 +596,14 @@ class MatchExplainer:
         if None in scores:
             return None
         windows = self._windows(index, scores)
-        return Explanation(document.tokens, document.truncated, document.is_cached, matches, windows, maps)
+        read = self._read_span(index) if document.truncated else None
+        return Explanation(
+            document.tokens, document.truncated, document.is_cached, matches, windows, maps, read
+        )
+
+    def _read_span(self, index: int) -> Span | None:
+        rows = self.documents.rows(index, as_document=True)
+        return Origins.join(rows).extent if rows else None
 
     def _windows(self, index: int, scores: Sequence[float]) -> tuple[WindowScore, ...]:
         """Returns the scores of windows; none for a document that is one sequence."""

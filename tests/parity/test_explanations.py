@@ -249,10 +249,17 @@ async def test_what_was_cut_is_told(engine: Engine, pairs: list[Pair]) -> None:
     result = await engine.score(QUERY, [document, "short"], explain=True, truncation=right)
     assert [result.explanations[i].truncated for i in range(2)] == [True, False]
     assert result.explanations[0].tokens == 20
+    first, short = (result.explanations[i].read_span for i in range(2))
+    assert short is None
     end = max(match.document_span[1] for match in result.explanations[0].matches if match.document_span)
     result = await engine.score(QUERY, [document], explain=True, truncation=left)
     begin = min(match.document_span[0] for match in result.explanations[0].matches if match.document_span)
     assert end < len(document) / 2 < begin, "each end was cut once"
+    last = result.explanations[0].read_span
+    assert first is not None
+    assert last is not None
+    assert (first[0], last[1]) == (0, len(document))
+    assert end <= first[1] < len(document) / 2 < last[0] <= begin
 
 
 async def test_a_long_word_is_shown_in_part_and_its_span_is_whole(engine: Engine) -> None:

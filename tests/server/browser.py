@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _LARGE, _SMALL = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -62,6 +62,7 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Watched]:
     watched = Watched(context.new_page())
     page = watched.page
     page.set_default_timeout(30_000)
+    expect.set_options(timeout=30_000)
     page.on("request", lambda request: watched.requests.append(request.url))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
 

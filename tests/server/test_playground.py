@@ -391,6 +391,16 @@ def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_
         watched.page.wait_for_selector(".results > li")
         assert watched.page.locator(".words button").count() == 0
         expect(watched.page.locator(".results .facts").first).to_contain_text("tokens")
+        long = " ".join(["Open a file."] * 400)
+        watched.page.fill("#documents", long)
+        expect(watched.page.locator(".results > li")).to_have_count(1)
+        expect(watched.page.locator(".results .facts")).to_contain_text("truncated")
+        unread = watched.page.locator(".results .unread").text_content()
+        assert unread is not None
+        assert 0 < len(unread) < len(long)
+        watched.page.select_option("#long", "window")
+        expect(watched.page.locator(".results .border")).not_to_have_count(0)
+        expect(watched.page.locator(".results .unread")).to_have_count(0)
         watched.check(cross_encoder_server.url)
 
 

@@ -54,7 +54,7 @@ function colored(result, words, word) {
   const characters = Array.from(result.text);
   const weight = new Float32Array(characters.length);
   const answers = new Array(characters.length);
-  const { matches = [], windows, passage, read } = result.explanation ?? {};
+  const { matches = [], windows, passage, read_span: read } = result.explanation ?? {};
   for (const asked of word ? [word] : words.filter((each) => !each.isMarkers)) {
     for (const token of asked.numbers) {
       const match = matches[token];
