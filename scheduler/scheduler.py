@@ -360,6 +360,22 @@ class Scheduler:
         self._cached -= request.num_cached
         self._forget(request)
 
+    def drop_sequence(self, request_id: int, sequence_id: int) -> None:
+        """Forgets the rest of a sequence that is mid-prefill, if it is."""
+        request = self._partial
+        if request is None or request.request_id != request_id or request.partial is None:
+            return
+        sequence, start = request.partial
+        if sequence.sequence_id == sequence_id:
+            before = request.work
+            request.advance(len(sequence) - start)
+            self._partial = None
+            self._sequences -= 1
+            self._tokens -= before - request.work
+            self._shares.charge(request, 0)
+            if not request.work:
+                self._forget(request)
+
     def reduce_budget(self, steps: int = 100) -> None:
         """Halves the token budget for the next `steps` steps after the device ran out of memory, down to a
         64th if called again. Parts that no longer fit and cannot be split still run, alone in their step."""

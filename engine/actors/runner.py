@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,11 +66,12 @@ _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 class RunnerActor(Actor[RunnerMessage]):
     """Owns the model, the transaction of each step, and the policy for steps that fail.
 
-    A step runs in stages, each a transaction. When the last stage starts, the scheduler chooses the next step
-    meanwhile; after pictures it waits, because their passes may take seconds and a small request that comes
-    meanwhile should be in the very next step. A stage that fails before delivery is retried in halves until
-    the failing sequence is alone; only its request fails. If that sequence comes again, it runs alone at
-    once. An error of the device, or one in delivery or commit, ends the engine.
+    A step runs in stages, each a transaction. When the last stage starts, the scheduler is told and chooses
+    the next step: at once on a GPU, near the stage's end on a CPU. It is not told when pictures start: their
+    passes may take seconds, and a small request that comes meanwhile should be in the very next step. A stage
+    that fails before delivery is retried in halves until the failing sequence is alone; only its request
+    fails. If that sequence comes again, it runs alone at once. An error of the device, or one in delivery or
+    commit, ends the engine.
     """
 
     def __init__(
@@ -131,6 +132,9 @@ class RunnerActor(Actor[RunnerMessage]):
         await self._run(last)
 
     async def _run(self, step: Step) -> None:
+        step = self._without_failed(step)
+        if not step.num_parts:
+            return
         try:
             attempt = await self._attempt(step)
             arrival = attempt.outcome.arrival
@@ -150,6 +154,15 @@ class RunnerActor(Actor[RunnerMessage]):
                 self._deliveries.create_task(self._finish_later(attempt, arrival))
             return
         await self._recover(step, failure, described)
+
+    def _without_failed(self, step: Step) -> Step:
+        """Leaves out chunks that lack state because an earlier part has failed."""
+        chunks = tuple(chunk for chunk in step.chunks if not self.cut_sequences.lacks_state(chunk.sequence))
+        num_dropped = len(step.chunks) - len(chunks)
+        if not num_dropped:
+            return step
+        self._scheduler.post(StepReport(step.step_id, num_dropped))
+        return replace(step, chunks=chunks)
 
     async def _attempt(self, step: Step) -> "_Attempt":
         """Runs, pools and scores a stage. A second attempt overwrites its changes."""
@@ -260,7 +273,9 @@ class RunnerActor(Actor[RunnerMessage]):
         reason = (
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
         )
-        failure = RequestFailure(part.request_id, reason, _indexes_of(part))
+        sequence_id = part.sequence_id if isinstance(part, TokenSequence) else None
+        failure = RequestFailure(part.request_id, reason, _indexes_of(part), sequence_id)
+        self._free(self.cut_sequences.fail(step))
         used = self._charge(self._started)
         self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,), device_seconds=used))
 
@@ -328,7 +343,7 @@ class PoolingActor(Actor[PoolingMessage]):
 class ScoringActor(Actor[ScoringMessage]):
     """Owns the `DocumentScorer`, which stores queries and scores documents against them.
 
-    Only results leave the device, in one transfer per step. A classifier with one of `num_labels` labels has
+    The results of a stage leave the device in one transfer. A classifier with one of `num_labels` labels has
     its logit as a score."""
 
     def __init__(self, mailbox: Mailbox[ScoringMessage], scorer: DocumentScorer, num_labels: int) -> None:
@@ -430,11 +445,14 @@ class Arrivals:
 
 class CutSequences:
     """The sequences and pictures with state on the device: sequences split between steps, prefixes, and
-    pictures whose sequences have not run. Noting a step again, when it is retried, changes nothing."""
+    pictures whose sequences have not run. Noting a step again, when it is retried, changes nothing.
+
+    Also remembers those that failed until their request ends: chunks that need their state must not run."""
 
     def __init__(self) -> None:
         self._of_request: dict[int, set[int]] = {}
         self._consumers_left: dict[int, int] = {}
+        self._failed: dict[int, set[int]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._of_request.values()))
@@ -454,26 +472,47 @@ class CutSequences:
         """Forgets the sequences and pictures whose state a delivered step has used up. Returns their ids."""
         finished: set[int] = set()
         for chunk in step.chunks:
-            sequence = chunk.sequence
-            for image in sequence.tokens.images if chunk.is_last else ():
-                self._forget(sequence.request_id, image.image_id)
-                finished.add(image.image_id)
-            if not chunk.is_last or chunk.is_first or chunk.is_prefix:
-                continue
-            self._forget(sequence.request_id, sequence.sequence_id)
-            finished.add(sequence.sequence_id)
-            prefix_id = sequence.prefix_id
-            if prefix_id is not None and self._count_consumer(prefix_id):
-                self._forget(sequence.request_id, prefix_id)
-                finished.add(prefix_id)
+            if chunk.is_last:
+                finished |= self._end(chunk)
         return frozenset(finished)
+
+    def fail(self, step: Step) -> frozenset[int]:
+        """Notes that the only part of a step has failed. Forgets the state of its sequence. Returns the
+        ids."""
+        for image in step.images:
+            self._failed.setdefault(image.request_id, set()).add(image.image_id)
+        for chunk in step.chunks:
+            self._failed.setdefault(chunk.sequence.request_id, set()).add(chunk.sequence.sequence_id)
+            return frozenset(self._end(chunk))
+        return frozenset()
+
+    def lacks_state(self, sequence: TokenSequence) -> bool:
+        """Whether an earlier chunk, the prefix or a picture of a sequence has failed."""
+        failed = self._failed.get(sequence.request_id)
+        if failed is None:
+            return False
+        images = (image.image_id for image in sequence.tokens.images)
+        return any(each in failed for each in (sequence.sequence_id, sequence.prefix_id, *images))
 
     def drop_request(self, request_id: int) -> frozenset[int]:
         """Forgets all sequences and pictures of a request. Returns their ids."""
+        self._failed.pop(request_id, None)
         dropped = frozenset(self._of_request.pop(request_id, ()))
         for sequence_id in dropped:
             self._consumers_left.pop(sequence_id, None)
         return dropped
+
+    def _end(self, chunk: Chunk) -> set[int]:
+        """Forgets the sequence of a chunk and what it alone still needed. Returns the ids."""
+        sequence = chunk.sequence
+        ended = {image.image_id for image in sequence.tokens.images}
+        if not (chunk.is_whole or chunk.is_prefix):
+            ended.add(sequence.sequence_id)
+            if sequence.prefix_id is not None and self._count_consumer(sequence.prefix_id):
+                ended.add(sequence.prefix_id)
+        for each in ended:
+            self._forget(sequence.request_id, each)
+        return ended
 
     def _count_consumer(self, prefix_id: int) -> bool:
         """Counts a sequence that has run behind a prefix. Returns True after the last one."""

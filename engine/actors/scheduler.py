@@ -66,11 +66,10 @@ class OpenRequest:
             self._begun = time.perf_counter()
 
     def store(self, index: int, value: Value) -> bool:
-        """Stores a finite value. Returns whether it is finite."""
+        """Stores a finite value, unless its index has failed. Returns whether it is finite."""
         is_finite = math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
-        if is_finite:
-            if self._values[index] is None:
-                self.missing -= index not in self.errors
+        if is_finite and index not in self.errors:
+            self.missing -= self._values[index] is None
             self._values[index] = value
         return is_finite
 
@@ -134,7 +133,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests, and keeps up to `steps_in_flight` steps on the device.
 
     Others on its loop may read its properties, `rate`, `step_times` and `num_signs` (signs of life of the
-    device), wait for `changed`, and ask for `work_ahead`. All else goes by message.
+    device), wait for `changed`, ask for `work_ahead`, and `post` requests. All else goes by message.
     """
 
     def __init__(
@@ -383,6 +382,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         if request is None:
             return
         if failure.indexes and request.give_up(failure.indexes, failure.reason):
+            if failure.sequence_id is not None:
+                self._scheduler.drop_sequence(failure.request_id, failure.sequence_id)
             self._resolve(failure.request_id, 0.0)
         else:
             only = failure.indexes[0] if len(failure.indexes) == 1 else None

@@ -126,11 +126,13 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A request that cannot be completed: it lacks the values of `indexes`, or any."""
+    """A request that cannot be completed: it lacks the values of `indexes`, or any. `sequence_id` is the
+    sequence that failed, if one did; the rest of it must not run."""
 
     request_id: int
     reason: str
     indexes: tuple[int, ...] = ()
+    sequence_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

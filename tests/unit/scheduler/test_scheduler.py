@@ -61,6 +61,9 @@ class Waiting:
         self.sequences = {i: s for i, s in self.sequences.items() if s.request_id != request_id}
         self.cached = [batch for batch in self.cached if batch.request_id != request_id]
 
+    def drop_partial(self) -> None:
+        self.sequences = {i: s for i, s in self.sequences.items() if self.done[i] == s.shared_prefix_len}
+
     def reduce_budget(self, steps: int) -> None:
         self.divisor = min(64, 2 * self.divisor)
         self.reduced_steps = steps
@@ -208,7 +211,18 @@ class PlainOrder:
             self.now = max(self.now, min(self.times[group] for group in groups))
 
 
-OPERATIONS = ["admit", "admit", "admit", "add", "cancel", "schedule", "schedule", "schedule", "reduce"]
+OPERATIONS = [
+    "admit",
+    "admit",
+    "admit",
+    "add",
+    "cancel",
+    "drop",
+    "schedule",
+    "schedule",
+    "schedule",
+    "reduce",
+]
 
 
 @settings(max_examples=40)
@@ -233,6 +247,10 @@ def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, d
             request_id = data.draw(st.integers(0, admitted))
             scheduler.cancel(request_id)
             waiting.cancel(request_id)
+        elif operation == "drop":
+            for sequence in [*waiting.sequences.values()]:
+                scheduler.drop_sequence(sequence.request_id, sequence.sequence_id)
+            waiting.drop_partial()
         elif operation == "reduce":
             steps = data.draw(st.integers(1, 5))
             scheduler.reduce_budget(steps)

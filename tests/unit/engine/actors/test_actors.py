@@ -16,7 +16,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import RunOptions
-from maxsimd.engine.scoring.scorer import Result
+from maxsimd.engine.scoring.scorer import RequestFailure, Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
 from tests.unit.scheduler.scheduled_requests import texts
 from tests.waiting import until
@@ -136,6 +136,16 @@ async def test_a_value_that_is_not_finite_fails_its_request_alone() -> None:
             broken.result()
         assert whole.result().values == [np.array([[1.0]])]
         assert device.actor.open_requests == 0
+
+
+async def test_an_index_that_has_failed_gets_no_value() -> None:
+    device = Device(steps_in_flight=1)
+    values = await device.admit(1, [4, 4], RunOptions(on_error="report"))
+    (step,) = device.steps
+    failure = RequestFailure(1, "broken", (0,))
+    await device.actor.receive(actors.StepReport(step.step_id, 0, failures=(failure,)))
+    await device.report(step, 0, 2, 0.1)
+    assert (values.result().values, values.result().errors) == ([None, 1.0], {0: "broken"})
 
 
 async def test_weights_hold_from_the_next_step_on_for_what_waits_too() -> None:

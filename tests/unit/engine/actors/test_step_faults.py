@@ -359,6 +359,43 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         assert (engine.restart_obstacle is not None) == (where == "forward")
 
 
+@pytest.mark.parametrize("on_error", ["report", "fail"])
+async def test_nothing_of_a_sequence_runs_after_a_failed_chunk(
+    on_error: Any, configs: list[EngineConfig], workload: Workload, engines: Engines, monkeypatch: Any
+) -> None:
+    engine = await engines(configs[1])
+    await workload.prepare(engine)
+    documents = ["one two three " * 9, "short", "four five six " * 9]
+    expected = await engine.score("a", documents, cache="bypass")
+    runner: Any = engine.device_model.runner
+    forward, failed, later = runner.forward, set[int](), list[int]()
+
+    def fails_on_first_chunks(step: Step) -> Any:
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if chunk.is_first and not chunk.is_last and sequence.payload.document is not None:
+                failed.add(sequence.sequence_id)
+                while (stats := engine.stats()).open_requests and stats.steps_in_flight < 2:
+                    time.sleep(0.001)  # until a step with its next chunk is chosen
+                raise RuntimeError("shapes cannot be multiplied")
+        later.extend({chunk.sequence.sequence_id for chunk in step.chunks} & failed)
+        return forward(step)
+
+    monkeypatch.setattr(runner, "forward", fails_on_first_chunks)
+    (found,) = await asyncio.gather(engine.score("a", documents, on_error=on_error), return_exceptions=True)
+    await until(lambda: engine.stats() == EngineStats())
+    monkeypatch.undo()
+    if on_error == "report":
+        assert set(found.errors) == {0, 2}
+        np.testing.assert_allclose(found.scores, [np.nan, expected.scores[1], np.nan], atol=1e-4)
+    else:
+        assert isinstance(found, RequestFailedError)
+    again = await engine.score("a", documents)
+    np.testing.assert_allclose(again.scores, expected.scores, atol=1e-4, err_msg="wrong in the cache")
+    assert failed
+    assert not later
+
+
 POISON = "poison"
 
 
