@@ -48,7 +48,8 @@ Indices = NDArray[np.int64]
 
 
 def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Tensor:
-    """Multiplies tiles of documents that stay in cache, with sums in float32. Plain torch."""
+    """Multiplies tiles of documents that stay in cache, with sums in float32, by torch. On a CPU, NumPy takes
+    the maxima."""
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     lengths = np.diff(documents.offsets)
     of_query, of_document = pairs[:, 0], pairs[:, 1]
@@ -162,8 +163,8 @@ def _tokens_of(wanted: Indices, documents: Ragged, lengths: Indices) -> torch.Te
 Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def avx512_runs_on(device: torch.device) -> bool:
-    """Whether the kernel was built and this machine can run it."""
+def _has_compiled_kernel(device: torch.device) -> bool:
+    """Whether the kernel was built and this machine has AVX-512 with VNNI and BF16."""
     return device.type == "cpu" and kernels.is_available()
 
 
@@ -237,11 +238,12 @@ __all__ = [
 def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:
     """Returns the backend for a name (auto, reference, tiled, avx512, triton), with its own name.
 
-    `auto` is Triton on a CUDA device that has it, else the AVX-512 kernel if it is allowed and runs, else
-    `tiled`. Raises ValueError if the named backend cannot run on the device."""
+    `auto` is Triton on a CUDA device that has it. On a CPU it is the compiled kernel (`avx512`), if allowed,
+    on processors with AVX-512, VNNI and BF16. Otherwise it is `tiled`. Raises ValueError if the named backend
+    cannot run on the device."""
     if name == "reference":
         return "reference", maxsim_reference
-    if avx512_runs_on(device) and (name == "avx512" or (name == "auto" and compiled_allowed)):
+    if _has_compiled_kernel(device) and (name == "avx512" or (name == "auto" and compiled_allowed)):
         return "avx512", maxsim_avx512
     if name == "tiled" or (name == "auto" and device.type != "cuda"):
         return "tiled", maxsim_tiled

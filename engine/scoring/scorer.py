@@ -162,7 +162,7 @@ class Arrival(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """The result of scoring a step. Nothing has happened yet.
+    """The result of scoring a stage of a step, before it is delivered.
 
     `host` holds the outputs' numbers end to end, float32 [n], once the device has come to `arrival` (None:
     now)."""
@@ -342,7 +342,7 @@ class DocumentScorer:
     def score(
         self, pooled: Sequence[Pooled], skipped: Sequence[SkippedSequence], cached: Sequence[CachedBatch]
     ) -> ScoredDocuments:
-        """Scores all documents that a step completes, in one batch a task.
+        """Scores all documents that a step completes, in one batch for each task.
 
         Stores the step's queries and windows by their ids. Releases nothing: `commit` does, once the
         scores are delivered. Before a failed step is retried, `forget` must be called with its ids."""
@@ -352,7 +352,7 @@ class DocumentScorer:
             self._store_queries(task)
             documents, items = self._complete_documents(task, made)
             for part, rows in self._quantize_and_stage_for_cache(documents, items, new_rows, made):
-                self._score_job(self._find_queries(part, made), rows, made)
+                self._score_ragged(self._find_queries(part, made), rows, made)
         self._score_skipped(skipped, new_rows, made)
         for batch in cached:
             self._score_batch(batch, made)
@@ -448,7 +448,7 @@ class DocumentScorer:
         if duplicates:
             found = [new_rows[_cache_key(sequence)] for sequence in duplicates]
             rows = Ragged.join([rounded.item(i) for rounded, i in found])
-            self._score_job(self._find_queries(duplicates, made), rows, made)
+            self._score_ragged(self._find_queries(duplicates, made), rows, made)
         hits = [one for one in skipped if isinstance(one, CacheHit)]
         if hits:
             job = self._find_queries([hit.sequence for hit in hits], made)
@@ -493,7 +493,7 @@ class DocumentScorer:
         if not len(job.pairs):
             return
         if self._maxsim_spans is None:
-            self._score_job(job, documents.gathered(), made)
+            self._score_ragged(job, documents.gathered(), made)
             return
         queries = job.queries.decoded(self._dtype)
         scores = as_named(
@@ -505,7 +505,7 @@ class DocumentScorer:
         self, job: ScoringJob, entries: Sequence[CachedEmbedding], made: ScoredDocuments
     ) -> None:
         if self._maxsim_apart is None:
-            self._score_job(job, self._end_to_end(entries), made)
+            self._score_ragged(job, self._end_to_end(entries), made)
         elif len(job.pairs):
             queries = job.queries.decoded(self._dtype)
             rows = [(entry.rows, entry.scales) for entry in entries]
@@ -530,7 +530,7 @@ class DocumentScorer:
         # A single vector is compared in float32, like a query that was run here.
         return rows.to(self._dtype) if self._similarity in TOKEN_SIMILARITIES else rows.float()
 
-    def _score_job(self, job: ScoringJob, items: Ragged, made: ScoredDocuments) -> None:
+    def _score_ragged(self, job: ScoringJob, items: Ragged, made: ScoredDocuments) -> None:
         if not len(job.pairs):
             return
         if items.scales is None or not self._takes_int8:
@@ -615,7 +615,7 @@ ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 _LEAST_MULTIPLY_ADDS = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
 # Comparing two rows costs this many multiply-adds beside their product, for maxima and moving numbers: 60 to
 # 370 in plain torch, for queries of 256 to 6,000 rows and 16 to 384 dimensions.
-_MORE_A_COMPARISON = 256
+_MORE_PER_COMPARISON = 256
 # Explaining a score costs this many times the score: plain torch finds the matches in float32.
 EXPLAINED = 3
 
@@ -633,7 +633,7 @@ class ScoringPrice:
     def of(cls, model: LoadedModel) -> Self:
         """Estimates from the dimensions of a model's vectors and the multiply-adds of its layers."""
         task = model.tasks.get(model.score_task)
-        compared = (1 if task is None else task.dim) + _MORE_A_COMPARISON
+        compared = (1 if task is None else task.dim) + _MORE_PER_COMPARISON
         config = getattr(model.backbone, "config", None)
         return cls(max(_LEAST_MULTIPLY_ADDS, _multiply_adds(config)) / compared / ROWS_PER_TOKEN)
 

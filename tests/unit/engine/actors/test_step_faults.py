@@ -52,7 +52,7 @@ ATTEMPT: list[Function] = [
     *_methods(DocumentScorer, "score", "_store_queries", "_complete_documents"),
     *_methods(DocumentScorer, "_quantize_and_stage_for_cache", "_facts_of", "_score_skipped", "_score_batch"),
     *_methods(DocumentScorer, "_score_cached", "_score_spans", "_score_from_host", "_find_queries"),
-    DocumentScorer._score_job,
+    DocumentScorer._score_ragged,
     *_methods(QueryStore, "put", "get"),
     *(WindowStore.put, PendingEmbeddings.__init__, StepOutcome.results, score_pairs, EmbeddingCache.rounded),
     *_methods(EmbeddingSlab, "put", "locate", "_copy_from_host", "_copy_run", "_reserve", "_enter"),
