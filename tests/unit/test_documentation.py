@@ -103,7 +103,7 @@ def test_the_table_of_what_to_change_is_complete() -> None:
         (example,) = re.findall(r"`(.+?)`", row[1])
         listed = re.findall(r"`([\w./-]+/[\w.-]*|pyproject\.toml)`", " ".join(row[2:]))
         assert all((ROOT / name).exists() for name in listed), row
-        spelled = re.escape(example).replace("_", "[-_]")
+        spelled = re.sub(r"_|\\-", "[-_]?", re.escape(example))
         named = [name for name, text in texts.items() if re.search(rf"{spelled}\b", text)]
         assert named, example
         missing = [name for name in named if not name.startswith(tuple(listed))]
