@@ -17,7 +17,7 @@ from maxsimd.engine import Engine, EngineConfig
 
 ROOT = Path(__file__).parents[2]
 _PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-# Columns: number, stage, file, types.
+# Columns: number, door, file, types.
 _DOORS = re.findall(r"^\| \d+ \| \w[\w ]* \| `([\w/]+\.py)`.*? \| (.*) \|$", _PAGE, flags=re.MULTILINE)
 
 
