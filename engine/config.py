@@ -16,9 +16,10 @@ C = TypeVar("C")
 
 
 class ScoreType(Enum):
-    """The ways to score a query against a document. Listwise (jina-reranker-v3) is one pass over the query
-    and many documents, each scored from the hidden state at its marker. Sparse is the dot product of word
-    weights. Hybrid (bge-m3) is the weighted mean of dense, sparse and multi-vector scores of one pass."""
+    """The ways to score a query against a document. Listwise (jina-reranker-v3) runs a query with a block of
+    documents in one pass, and scores each from the hidden state at its marker. Sparse is the dot product of
+    word weights. Hybrid (bge-m3) is the weighted mean of dense, sparse and multi-vector scores of one
+    pass."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"

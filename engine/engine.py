@@ -201,7 +201,7 @@ class Engine:
         return self._running is not None and self.death is None
 
     def stats(self) -> EngineStats:
-        """The engine's state: queue, queries, caches of split sequences."""
+        """Counts requests, queued work, and the state on the device: queries, keys and values, pictures."""
         return self._require().stats()
 
     @property
@@ -305,8 +305,9 @@ class Engine:
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
         for cross-encoders. Late interaction and bi-encoders also take embeddings, as arrays or `Vectors`.
         Inputs that are too long for the model are truncated, and counted in `truncated`, unless `truncation`
-        says otherwise. `instruction` is for models that take one. `cache` says whether document embeddings
-        are read from the cache and written to it. With `normalize` scores are from 0 to 1: classifiers'
+        says otherwise. `instruction` is for models that take one. `cache` says whether embeddings of
+        documents, or scores of cross-encoders and listwise models, are read from the cache and written to it.
+        With `normalize` scores are from 0 to 1: classifiers'
         probabilities, cosines cut off at 0, and for MaxSim the mean over the query's tokens, cut off at 0.
 
         With `on_timeout` "partial" a request that times out returns the scores it has, and lists the rest in

@@ -87,9 +87,9 @@ E = TypeVar("E", bound=Entry)
 # The share of the newest entries, so that they can be requested again before they compete with others.
 _WINDOW_SHARE = 0.01
 # Cells in a row of the sketch for each entry: other keys are requested too.
-_CELLS_AN_ENTRY, _FEWEST_CELLS = 16, 16_384
+_CELLS_PER_ENTRY, _FEWEST_CELLS = 16, 16_384
 # Counts are halved after this many requests for each entry.
-_REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
+_REQUESTS_PER_ENTRY, _FEWEST_ENTRIES = 8, 1000
 # The least requested of this many random entries is evicted.
 _DRAWN = 8
 
@@ -132,7 +132,7 @@ class MemoryStore(Generic[E]):
     def get(self, key: bytes) -> E | None:
         """Returns an entry, or None. Counts a request of the key."""
         with self._lock:
-            self._requests.count(key, _REQUESTS_AN_ENTRY * max(len(self), _FEWEST_ENTRIES))
+            self._requests.count(key, _REQUESTS_PER_ENTRY * max(len(self), _FEWEST_ENTRIES))
             if (entry := self._window.get(key)) is not None:
                 self._window.move_to_end(key)
                 return entry
@@ -155,7 +155,7 @@ class MemoryStore(Generic[E]):
             self._window_bytes += entry.nbytes
             self._shrink_window()
             self._evict()
-            self._requests.grow(1 << (_CELLS_AN_ENTRY * len(self)).bit_length())
+            self._requests.grow(1 << (_CELLS_PER_ENTRY * len(self)).bit_length())
 
     def resize(self, limit: int) -> None:
         """Changes the limit, and evicts at once what exceeds it."""
@@ -277,12 +277,12 @@ _ADVICE = (
 
 
 class EmbeddingCache:
-    """Embeddings of documents by the digest of all that they depend on: memory first, then disk. Thread-safe.
+    """Embeddings of documents of one model by key: memory first, then disk. Thread-safe.
 
-    At start a thread reads the newest entries on disk into memory. `fingerprint` is the digest of the
-    model and its options, empty without a disk. New embeddings are rounded to `precision` before use, so
-    that a hit and a miss score identically. On a GPU the `slab`, set once before use, has a second copy of
-    those in use."""
+    At start a thread reads the newest entries on disk into memory. `fingerprint` is the digest of the model
+    and its options, since models may share a disk; it is empty without one. New embeddings are rounded to
+    `precision` before use, so that a hit and a miss score identically. On a GPU the `slab`, set once before
+    use, has a second copy of those in use."""
 
     def __init__(
         self,
@@ -318,7 +318,8 @@ class EmbeddingCache:
         return digest.digest()
 
     def get(self, key: bytes) -> CachedEmbedding | None:
-        """Finds an entry in memory, among those to be written, or on disk. Counts no hit or miss."""
+        """Finds an entry in memory, among those to be written, or on disk. Counts no hit or miss, but a
+        request: entries that are requested more often stay longer."""
         return self._memory.get(key) or self._beside_memory(key)
 
     def peek(self, key: bytes) -> CachedEmbedding | None:

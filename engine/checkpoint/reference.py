@@ -188,9 +188,9 @@ class PooledReference(StatesReference):
 
 
 def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.Tensor:
-    """The vector [dim] of rows [tokens, dim], of which those at some positions take part.
+    """The vector [dim] of rows [tokens, dim], of which those at `positions` take part.
 
-    Position i has the weight i + 1 (Muennighoff 2022, arXiv 2202.08904)."""
+    `weighted-mean` gives position i the weight i + 1 (Muennighoff 2022, arXiv 2202.08904)."""
     match method:
         case "cls":
             return rows[0]

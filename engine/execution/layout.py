@@ -16,7 +16,7 @@ from maxsimd.scheduler import Chunk, Step
 
 class PrefillKV:
     """The keys and values that the chunks of a sequence leave for later ones, or a shared prefix for the
-    sequences that begin with it: [kv_heads, tokens, head_dim] a layer, by chunk.
+    sequences that begin with it: [kv_heads, tokens, head_dim] for each layer and chunk.
 
     A sequence with a shared `prefix` holds only the tokens after it. Owned by the model runner. Writing a
     chunk again replaces it, so a step may be retried."""

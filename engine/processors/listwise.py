@@ -33,8 +33,8 @@ _ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ListwisePlan(CachedScorePlan):
-    """One value a block, float32 [documents + 1, dim], the query last. `num_blocks[i]` blocks in a row are
-    list i, whose documents are ranked together for one query. `texts` are the documents as read."""
+    """One value for each block, float32 [documents + 1, dim], the query last. `num_blocks[i]` blocks in a row
+    are list i, whose documents are ranked together for one query. `texts` are the documents as read."""
 
     num_blocks: tuple[int, ...] = ()
     texts: Sequence["_Text"] = ()

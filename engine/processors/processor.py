@@ -1,4 +1,4 @@
-"""The bases of all processors and plans."""
+"""Base classes of processors and plans, and what they share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
