@@ -798,7 +798,7 @@ def _check_cascade(state: ServerState, body: RerankRequest, stages: Sequence[Cas
         ("on_error", None if body.on_error == "fail" else body.on_error),
     ):
         if value is not None:
-            raise InvalidRequestError(f"{option} is not for a cascade; leave it or cascade out", option)
+            raise InvalidRequestError(f"a cascade does not support {option}; leave out one of them", option)
     return state.models
 
 

@@ -194,7 +194,7 @@ async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
         ({"cascade": CASCADE, "model": "nope"}, 404, "The model `nope` does not exist"),
         ({"cascade": CASCADE, "timeout": 1e-9}, 504, "not done within"),
         *(
-            ({"cascade": CASCADE, **option}, 400, "is not for a cascade")
+            ({"cascade": CASCADE, **option}, 400, "a cascade does not support")
             for option in (
                 *({"texts": ["a"], "documents": None}, {"top_k": 1}, {"truncation": True}, {"stream": True}),
                 *({"explain": True}, {"on_timeout": "partial"}, {"on_error": "report"}),
