@@ -1,5 +1,6 @@
 """The page at /, in a real browser before a real server."""
 
+import base64
 import csv
 import json
 import os
@@ -13,8 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
+from tests.checkpoints import visual
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.server.browser import VIEWS, chromium, opened
 from tests.server.conftest import Server, StartServer
 
@@ -60,7 +64,7 @@ def _wait_until_ranked(page: Page, documents: list[str]) -> None:
     expect(page.locator(".column.stale, .column.busy")).to_have_count(0)
 
 
-def _explained(server: Server, query: str, documents: list[str], **options: Any) -> list[Any]:
+def _explained(server: Server, query: str, documents: list[Any], **options: Any) -> list[Any]:
     asked = {"query": query, "documents": documents, "explain": True} | options
     results: list[Any] = httpx.post(server.url + "/rerank", json=asked).raise_for_status().json()["results"]
     return results
@@ -248,7 +252,7 @@ def test_it_can_be_taken_to_a_shell_and_to_python(page: Page, server: Server, tm
 def test_it_tells_of_waiting_and_failing(page: Page, server: Server) -> None:
     _fill(page, QUERY, DOCUMENTS)
     expect(page.locator(".status")).to_have_text(
-        re.compile(r"4 documents ranked: \d+ ms on the server, \d+ ms in all")
+        re.compile(r"4 documents ranked: [\d,]+ ms on the server, [\d,]+ ms in all")
     )
     page.route("**/rerank", lambda route: None)
     page.fill("#query", "cheese")
@@ -402,6 +406,40 @@ def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_
         expect(watched.page.locator(".results .border")).not_to_have_count(0)
         expect(watched.page.locator(".results .unread")).to_have_count(0)
         watched.check(cross_encoder_server.url)
+
+
+def test_pictures_are_ranked_and_their_parts_shown(
+    browser: Browser, module_starter: StartServer, checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    server = module_starter(checkpoints(visual.colpali), "--dtype", "float32")
+    query, files = "How do I read a file?", [tmp_path / f"page{i}.png" for i in range(2)]
+    for file, picture in zip(files, (Image.linear_gradient("L"), Image.radial_gradient("L")), strict=True):
+        picture.resize((80, 60)).convert("RGB").save(file)
+    given = [{"image": base64.b64encode(file.read_bytes()).decode()} for file in files]
+    matches = [
+        match
+        for result in _explained(server, query, given)
+        for match in result["explanation"]["matches"]
+        if match["patch"] and match["query_span"] and match["query_token"].strip()
+    ]
+    start = matches[0]["query_span"][0]
+    word = query[query.rfind(" ", 0, start) + 1 :].split(" ")[0].rstrip("?") or "?"
+    with opened(browser, server.url + "/") as watched:
+        page = watched.page
+        page.wait_for_selector(".results > li")
+        page.fill("#query", query)
+        page.set_input_files("#file", files)
+        expect(page.locator("#count")).to_contain_text("2 documents")
+        page.click("#go")
+        expect(page.locator(".picture img")).to_have_count(2)
+        page.get_by_role("button", name=word, exact=True).hover()
+        expect(page.locator(".patch").first).to_be_visible()
+        page.reload()
+        expect(page.locator("#pictures img")).to_have_count(2)
+        page.get_by_role("button", name="Remove page0.png").click()
+        expect(page.locator("#count")).to_contain_text("1 document")
+        assert not watched.serious_findings()
+        watched.check(server.url)
 
 
 def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:

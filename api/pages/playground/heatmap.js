@@ -28,15 +28,17 @@ async function tokensOf(model, embedding, shape, text) {
 async function openMap(column, result) {
   const opened = ++map.opened;
   const { model, asked } = column;
-  $("map-title").textContent = model === null ? "Heat map" : `Heat map: ${model}`;
-  $("map-document").textContent = result.text.length > 160 ? `${result.text.slice(0, 160)}…` : result.text;
+  const passage = result.explanation.passage?.span;
+  const text = passage ? Array.from(result.text).slice(...passage).join("") : result.text;
+  $("map-title").textContent = ["Heat map", passage && "the best window", model].filter(Boolean).join(" · ");
+  $("map-document").textContent = text.length > 160 ? `${text.slice(0, 160)}…` : text;
   $("map-cell").textContent = "Reading the vectors of the query and the document";
   map.full = null;
   drawMap();
   $("map").showModal();
   try {
     const [query, embedding] = await Promise.all([
-      vectorsOf(model, asked.query, "query"), vectorsOf(model, result.text, "document"),
+      vectorsOf(model, asked.query, "query"), vectorsOf(model, text, "document"),
     ]);
     const matches = result.explanation.matches;
     const [q, d] = [floatsOf(query), floatsOf(embedding)];
@@ -44,7 +46,7 @@ async function openMap(column, result) {
     const count = d.length / dim;
     if (!Number.isInteger(dim) || !Number.isInteger(count)) throw new Problem("This query is read in several parts, which have no heat map");
     if (matches.length * count > MOST_CELLS) throw new Problem("This document is too long for a heat map");
-    const tokens = await tokensOf(model, embedding, [count, dim], result.text);
+    const tokens = await tokensOf(model, embedding, [count, dim], text);
     if (opened !== map.opened) return;
     const values = matches.map((_, i) =>
       Float32Array.from({ length: count }, (_, j) => {
@@ -54,7 +56,7 @@ async function openMap(column, result) {
       }),
     );
     const rows = matches.map((match) => ({ name: match.query_token, span: match.query_span }));
-    map.full = { query: asked.query, text: result.text, rows, columns: tokens, values };
+    map.full = { query: asked.query, text, rows, columns: tokens, values };
     $("map-cell").textContent = "Point at a cell, or move with the arrow keys.";
     layMap();
   } catch (error) {

@@ -34,7 +34,9 @@ function wordsOf(text, spans) {
     if (!span) { markers.push(token); return; }
     const whole = wholeWord(characters, span);
     const last = words.at(-1);
-    if (last && whole[0] < last.span[1] && whole[1] > whole[0]) {
+    const isSpace = !characters.slice(...span).join("").trim();
+    if (isSpace) (last?.numbers ?? markers).push(token);
+    else if (last && whole[0] < last.span[1] && whole[1] > whole[0]) {
       last.span[1] = Math.max(last.span[1], whole[1]);
       last.numbers.push(token);
     } else words.push({ span: [...whole], numbers: [token] });
@@ -90,7 +92,10 @@ function colored(result, words, word) {
       piece.title = `Matches ${[...answers[start]].join(", ")}`;
     }
     if (borders.includes(start)) piece.classList.add("border");
-    if (piece.classList.contains("unread")) piece.title = "Not read: the document is longer than the model reads";
+    if (piece.classList.contains("unread")) {
+      if (!pieces.at(-1)?.classList.contains("unread")) piece.classList.add("first");
+      piece.title = "Not read: the document is longer than the model reads";
+    }
     pieces.push(piece);
     start = c;
   }

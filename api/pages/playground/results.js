@@ -64,7 +64,7 @@ class Column {
       this.retries = 0;
       this.show(found.results, asked, found.score_scale);
       const { prompt_tokens: tokens, prompt_tokens_details: details } = found.usage;
-      const took = server === null ? `${Math.round(inAll)} ms` : `${Math.round(server)} ms on the server, ${Math.round(inAll)} ms in all`;
+      const took = server === null ? `${number(inAll)} ms` : `${number(server)} ms on the server, ${number(inAll)} ms in all`;
       const cached = details?.cached_tokens ? `, ${number(details.cached_tokens)} of them cached` : "";
       this.say(`${counted(asked.documents.length, "document")} ranked: ${took}. ${counted(tokens, "token")}${cached}.`);
       if (found.warnings) this.parts.status.append(element("span", { class: "warning" }, found.warnings.join(" ")));
