@@ -27,9 +27,11 @@ MOST_ROWS = 4096
 FEW_ROWS, _ROWS_A_THREAD = 512, 32
 # Rows of the small step that is tried at load.
 _TRIED_ROWS = 64
-# Timings of a small and of a large step: the fewest, and the most while one call is not faster. On a busy
-# machine the best of a few times says little.
-_ROUNDS, _ROUNDS_OF_MANY = (5, 40), (1, 4)
+# Further timings of a small and of a large step: the fewest, and the most while one call is not faster. On a
+# busy machine the best of a few times says little.
+_ROUNDS, _ROUNDS_OF_MANY = (5, 40), (0, 4)
+# One call that takes less than this share of the time needs no further timings: a large model takes seconds.
+_CLEARLY = 0.8
 # Seconds of a call.
 Timer = Callable[[Callable[[], object]], float]
 
@@ -111,15 +113,15 @@ def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], tim
             some.append(text)
     rows_of_many = max(FEW_ROWS, _ROWS_A_THREAD * torch.get_num_threads())
     few, many = _step(some), _step(texts * -(-rows_of_many // sum(map(len, texts))))
-    for step in (few, many, _step(texts[:1]), _step(texts[-1:])):
-        (found, cursor), (expected, its_cursor) = fast.forward(step), fast.inner.forward(step)
-        if not torch.equal(found, expected) or cursor.starts != its_cursor.starts:
-            return "in one call they give something else"
-    ours, plain = _least_seconds(fast, few, timer, *_ROUNDS)
+    steps = (few, many, _step(texts[:1]), _step(texts[-1:]))
+    of_few, of_many, *alone = (_tried(fast, step, timer) for step in steps)
+    if of_few is None or of_many is None or None in alone:
+        return "in one call they give something else"
+    ours, plain = _least_seconds(fast, few, timer, of_few, *_ROUNDS)
     measured = _measured(few, ours, plain)
     if not ours < plain:
         return f"one call takes {measured}"
-    ours, plain = _least_seconds(fast, many, timer, *_ROUNDS_OF_MANY)
+    ours, plain = _least_seconds(fast, many, timer, of_many, *_ROUNDS_OF_MANY)
     if not ours < plain:
         fast.most_rows = FEW_ROWS
     measured += f"; {_measured(many, ours, plain)}"
@@ -127,19 +129,29 @@ def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], tim
     return None
 
 
+def _tried(fast: OneCallRunner, step: Step, timer: Timer) -> tuple[float, float] | None:
+    """The seconds of a step in one call and layer by layer; None if the results differ."""
+    results: list[tuple[torch.Tensor, PoolingCursor]] = []
+    ours = timer(lambda: results.append(fast.forward(step)))
+    plain = timer(lambda: results.append(fast.inner.forward(step)))
+    (found, cursor), (expected, its_cursor) = results
+    return (ours, plain) if torch.equal(found, expected) and cursor.starts == its_cursor.starts else None
+
+
 def _measured(step: Step, ours: float, plain: float) -> str:
     return f"{1e3 * ours:.2f} ms for {step.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
 
 
 def _least_seconds(
-    fast: OneCallRunner, step: Step, timer: Timer, fewest: int, most: int
+    fast: OneCallRunner, step: Step, timer: Timer, tried: tuple[float, float], fewest: int, most: int
 ) -> tuple[float, float]:
-    ours = plain = float("inf")
-    for number in range(1, most + 1):
+    """The least seconds in one call and layer by layer, of the `tried` and of further ones."""
+    ours, plain = tried
+    for number in range(most):
+        if ours < plain and (number >= fewest or ours < _CLEARLY * plain):
+            break
         ours = min(ours, timer(lambda: fast.forward(step)))
         plain = min(plain, timer(lambda: fast.inner.forward(step)))
-        if number >= fewest and ours < plain:
-            break
     return ours, plain
 
 
