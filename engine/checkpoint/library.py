@@ -54,6 +54,7 @@ from maxsimd.engine.checkpoint.language_model import load_encoder_decoder, load_
 from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel, is_causal, max_tokens, position_offset, uncounted_id
 from maxsimd.engine.checkpoint.quantized import format_of, quantized_weights
+from maxsimd.engine.checkpoint.reading import without_messages
 from maxsimd.engine.checkpoint.reference import takes_type_ids
 from maxsimd.engine.checkpoint.rerankers import (
     load_bidirectional_reranker,
@@ -312,8 +313,9 @@ def _complete(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silences progress bars and reports of weights that belong to a head and not to the backbone. While
-    offline, also silences the hub's warnings, because the log has said so."""
+    """Silences progress bars, reports of weights that belong to a head and not to the backbone, and warnings
+    that a checkpoint of PyLate is converted. While offline, also silences the hub's warnings, because the log
+    has said so."""
     hub_verbosity = hub_logging.get_verbosity()
     if hub_constants.HF_HUB_OFFLINE:
         hub_logging.set_verbosity(logging.ERROR)
@@ -322,7 +324,8 @@ def _quiet_transformers() -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with without_messages("base.model", "Converting "):
+            yield
     finally:
         hub_logging.set_verbosity(hub_verbosity)
         transformers_logging.set_verbosity(verbosity)

@@ -246,13 +246,30 @@ def _input_modules(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def without_messages(module: str, beginning: str) -> Iterator[None]:
+    """Drops messages of a module of sentence-transformers that have this beginning."""
+    logger = logging.getLogger(f"sentence_transformers.{module}")
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    logger.addFilter(is_another)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_another)
+
+
+@contextmanager
 def _limited(tokenizers: list[Any], limit: int) -> Iterator[None]:
     """Has tokenizers truncate to at most `limit` tokens inside this context."""
     before = [tokenizer.model_max_length for tokenizer in tokenizers]
     try:
         for tokenizer in tokenizers:
             tokenizer.model_max_length = min(limit, tokenizer.model_max_length)
-        yield
+        # It warns of our own texts, which fill a query's length.
+        with without_messages("base.modules.transformer", "One or more queries filled"):
+            yield
     finally:
         for tokenizer, length in zip(tokenizers, before, strict=True):
             tokenizer.model_max_length = length

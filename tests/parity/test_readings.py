@@ -26,6 +26,7 @@ from tests.checkpoints import (
     gguf_models,
     gte,
     jina,
+    late_interaction,
     quantized,
     retrained,
     vision_language,
@@ -169,3 +170,10 @@ def test_what_is_left_out_is_said(checkpoints: SharedCheckpoints, caplog: pytest
     said = "compressed-tensors, int-quantized; the rounding of activations to int8 is left out"
     assert model.stored_as == said
     assert said in caplog.text
+
+
+def test_pylate_checkpoints_load_without_warnings(
+    checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    inspect_model(EngineConfig(model=checkpoints(late_interaction.pylate_modernbert)), check=True)
+    assert not [one for one in caplog.records if one.name.startswith("sentence_transformers")]
