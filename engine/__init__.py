@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SparseEmbedResult,
         SparseVector,
         TokenEmbedResult,
+        TokenizedText,
         Truncation,
         Usage,
     )
@@ -84,6 +85,7 @@ __all__ = [
     "SyncEngine",
     "Tenant",
     "TokenEmbedResult",
+    "TokenizedText",
     "Truncation",
     "UnknownModelError",
     "Usage",

@@ -12,6 +12,8 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
+import numpy as np
+
 from maxsimd.engine import media
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
@@ -29,6 +31,7 @@ from maxsimd.engine.errors import (
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import Content, OpenImage, PictureFile
 from maxsimd.engine.metrics import EngineMetrics, EngineStats
+from maxsimd.engine.parameters import complete_docstring
 from maxsimd.engine.processors.embedding import (
     EmbeddingPlan,
     as_document,
@@ -59,6 +62,7 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     TokenEmbedResult,
+    TokenizedText,
     Value,
     Values,
     as_inputs,
@@ -236,8 +240,8 @@ class Engine:
     async def conversation(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, bool]:
-        """Writes messages of "role" and "content" with the checkpoint's template. Returns the text, and
-        whether it includes special tokens. Raises InvalidRequestError for messages that it refuses."""
+        """Writes messages with the checkpoint's template. Returns the text, and whether it includes special
+        tokens. Raises InvalidRequestError for messages that the template refuses."""
         model = self.model
         template = model.text.chat
 
@@ -276,8 +280,7 @@ class Engine:
         await self._require().check_readable(request)
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        """Runs a blocking function in the engine's thread pool, which does small work before large. `size` is
-        the approximate number of characters that it reads or writes."""
+        """Runs a blocking function in the engine's thread pool."""
         return await self._require().in_pool(function, size)
 
     @_call
@@ -302,21 +305,8 @@ class Engine:
         """Scores documents against queries: one query against one or many documents, or N against N.
 
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
-        for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
-        for cross-encoders. Late interaction and bi-encoders also take embeddings, as arrays or `Vectors`.
-        Inputs that are too long for the model are truncated, and counted in `truncated`, unless `truncation`
-        says otherwise. `instruction` is for models that take one. `cache` says whether embeddings of
-        documents, or scores of cross-encoders and listwise models, are read from the cache and written to it.
-        With `normalize` scores are from 0 to 1: classifiers'
-        probabilities, cosines cut off at 0, and for MaxSim the mean over the query's tokens, cut off at 0.
-
-        With `on_timeout` "partial" a request that times out returns the scores it has, and lists the rest in
-        `unscored`; its documents run in their order. With `on_error` "report" a document that cannot be read
-        or run has an entry in `errors`, and the others have scores. Listwise models support neither.
-
-        With `explain` the result has `explanations`: matching tokens for late interaction, the scores of
-        windows, token counts and cache hits. With "maps" documents with pictures also have the similarity of
-        each query token to each patch.
+        for bi-encoders and listwise models, the classifier's activation for cross-encoders. Calls that time
+        out with `on_timeout` "partial" run their documents in order.
         """
         options: ScoreOptions = {
             "truncation": truncation,
@@ -348,9 +338,10 @@ class Engine:
         score_threshold: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> RerankResult:
-        """Ranks documents for a query, best first, ties in input order: at most `top_n`, and none with a
-        score below `score_threshold`. Documents with equal scores are ranked by their scores before the
-        activation. Takes the options of `score`."""
+        """Ranks documents for a query, best first, ties in input order.
+
+        Documents with equal scores are ranked by their scores before the activation. The result is a sequence
+        of ranked documents, which notebooks show as a table."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         check_options("rerank", options)
@@ -394,8 +385,8 @@ class Engine:
         another process with the same model.
 
         Scores, usage and `truncated` are the same as for the query itself. `instruction` and the query's
-        `truncation` are fixed here. Raises InvalidRequestError for models that read query and document
-        together."""
+        `truncation` are fixed here. Models that read query and document together raise
+        InvalidRequestError."""
         running = self._require()
         loaded = running.device_model
         queries = as_query(query, loaded.model.vision is not None)
@@ -423,17 +414,9 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> EmbedResult:
-        """Returns one vector per text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for
-        queries or documents, `prompt_name` any prompt by its name. `dimensions` is the number of columns to
-        return, the first ones (matryoshka).
+        """Returns one vector per text, or per chunk with `late_chunking`: float32 [texts, dim].
 
-        With `late_chunking` the texts are the consecutive chunks of one document, or there is one text and
-        `chunks` are the start and end of each chunk in characters. The document is read as a whole and never
-        truncated, and each chunk's vector is the mean of its tokens.
-
-        With an `encoding` a late-interaction model returns one vector per text, made of its token vectors.
-        The inner product of two such vectors approximates MaxSim. `input_type` is then required, and token
-        vectors of documents come from the cache."""
+        With an `encoding`, token vectors of documents come from the cache."""
         given = as_inputs(texts, self.model.vision is not None)
         document = as_document(given, chunks, late_chunking)
         request = EmbedRequest(
@@ -480,14 +463,15 @@ class Engine:
         prompt_name: str | None = None,
         dimensions: int | None = None,
         max_tokens: int | None = None,
+        return_tokens: bool = True,
         truncation: LongInputPolicy = "cut",
         priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> TokenEmbedResult:
-        """Returns one vector per token: a list of float32 [tokens, dim], as late interaction scores them.
-        Texts with more than `max_tokens` together are refused before they are run."""
+        """Returns one vector per token, as late interaction scores them: a list of float32 [tokens, dim], and
+        the tokens' strings."""
         request = EmbedRequest(
             texts=as_inputs(texts, self.model.vision is not None),
             task="token_embed",
@@ -498,7 +482,30 @@ class Engine:
         )
         options = RunOptions(priority, tenant, timeout, progress)
         plan, values = await self._embed(request, dimensions, options)
-        return await run_in_thread_if_large(values.work, plan.token_vectors, values, dimensions)
+        tokenizer = self.tokenizer if return_tokens else None
+        return await run_in_thread_if_large(values.work, plan.token_vectors, values, dimensions, tokenizer)
+
+    @_call
+    async def tokenize(
+        self, texts: str | Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[TokenizedText]:
+        """Splits texts into the model's tokens, all of them, without a prompt and without running the model.
+
+        Raises InvalidRequestError if there is no text, or one that is not Unicode."""
+        given, tokenizer, most = as_texts(texts, "texts"), self.tokenizer, self.max_tokens
+        before, after = (part.tolist() for part in tokenizer.single.ids)
+        if not add_special_tokens:
+            most -= len(before) + len(after)
+            before, after = [], []
+
+        def tokenized(index: int) -> TokenizedText:
+            ids = [*before]
+            for _, encoding in tokenizer.read(given[index], "texts", name=f"texts[{index}]"):
+                ids += encoding.ids
+            ids += after
+            return TokenizedText(np.array(ids, dtype=np.int32), tokenizer.strings(ids), len(ids) > most)
+
+        return await self.in_thread(lambda: [*map(tokenized, range(len(given)))], sum(map(len, given)))
 
     @_call
     async def embed_sparse(
@@ -513,8 +520,8 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> SparseEmbedResult:
-        """Returns one sparse vector per text: weights of words by token id. Raises InvalidRequestError for
-        models without them."""
+        """Returns one sparse vector per text: weights of words by token id. Models without them raise
+        InvalidRequestError."""
         request = EmbedRequest(
             texts=as_inputs(texts, self.model.vision is not None),
             task="sparse_embed",
@@ -539,8 +546,8 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> ClassifyResult:
-        """Returns a classifier's probabilities, or its logits without `use_activation`: one per text and
-        label. With `text_pairs` it classifies pairs, whose second texts these are."""
+        """Returns a classifier's probabilities of each label: float32 [texts, labels]. With `text_pairs` it
+        classifies pairs."""
         model = self.model
         check_task("classify", model.tasks)
         options = RunOptions(priority, tenant, timeout, progress)
@@ -781,6 +788,9 @@ for _method in (Engine.rerank, Engine.stream):  # `help` lists the options
     _own = inspect.signature(_method)
     _named = [each for each in _own.parameters.values() if each.kind is not each.VAR_KEYWORD]
     setattr(_method, "__signature__", _own.replace(parameters=[*_named, *_OPTIONS_OF_SCORE]))  # noqa: B010
+for _name, _method in vars(Engine).items():
+    if inspect.isfunction(_method) and not _name.startswith("_"):
+        complete_docstring(_method)
 
 
 def _as_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:

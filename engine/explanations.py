@@ -1,10 +1,15 @@
 """Explanations of scores. Spans are start and end in Unicode code points of the scored text."""
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from maxsimd.engine import display
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Span: TypeAlias = tuple[int, int]
 
@@ -54,10 +59,13 @@ class Explanation:
     `tokens` is the number of its tokens, with the query's if both are read together, 0 for embeddings.
     `truncated` says whether the document was truncated, `cached` whether its embedding or score came from the
     cache. `matches` are for late interaction, one per query vector: MaxSim is the sum of their similarities.
-    `windows` are for documents that were read through windows. `maps` are for documents with pictures, if
-    requested: per picture the similarity of each query vector to each patch, float32 [query vectors, rows,
-    columns], NaN for patches that take no part. `read_span` has the characters that were read of a truncated
-    document; None for others, and for pairs whose score came from the cache."""
+    `windows` are for documents that were read through windows. With `explain="maps"`, late interaction has
+    similarities too. For documents with pictures, `maps` has per picture the similarity of each query vector
+    to each patch, float32 [query vectors, rows, columns], NaN for patches that take no part. For others,
+    `similarities` has that of each query vector to each vector of the document, float32 [query vectors,
+    document vectors], and `document_tokens` the document's tokens in that order.
+    `read_span` has the characters that were read of a truncated document; None for others, and for pairs
+    whose score came from the cache."""
 
     tokens: int
     truncated: bool
@@ -66,8 +74,45 @@ class Explanation:
     windows: tuple[WindowScore, ...] = ()
     maps: tuple[NDArray[np.float32], ...] = ()
     read_span: Span | None = None
+    similarities: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    document_tokens: tuple[str | None, ...] = field(default=(), repr=False)
+
+    @property
+    def num_similarities(self) -> int:
+        """The number of similarities in `maps` and `similarities`."""
+        own = 0 if self.similarities is None else self.similarities.size
+        return own + sum([each.size for each in self.maps])
 
     @property
     def passage(self) -> WindowScore | None:
         """The best window; the first of equally good ones."""
         return max(self.windows, key=lambda window: window.score, default=None)
+
+    def plot(self, ax: "Axes | None" = None, *, title: str = "") -> "Axes":
+        """Draws the similarity of each query token to each document token as a heat map. A dot marks the best
+        match of each query token: MaxSim is the sum of these.
+
+        Needs matplotlib, and a text that late interaction has scored with `explain="maps"`.
+
+        Args:
+            ax: matplotlib's axes to draw on. None makes a new figure. Default: None.
+            title: Title of the map. Default: "".
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: There are no similarities to draw.
+        """
+        if self.similarities is None or not self.similarities.size:
+            raise ValueError(
+                "there are no similarities of tokens to draw; use a late-interaction model, "
+                'explain="maps" and a document of text'
+            )
+        query_tokens = [match.query_token for match in self.matches]
+        rows, columns = (
+            [str(i) if token is None else token for i, token in enumerate(tokens)]
+            for tokens in (query_tokens, self.document_tokens)
+        )
+        return display.heat_map(self.similarities, rows, columns, title, ax)

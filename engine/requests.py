@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine import display
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import (
@@ -24,6 +25,11 @@ from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Embedding, Vectors
 from maxsimd.scheduler import Share, share_of
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+    from rich.table import Table
 
 InputType = Literal["query", "document"]
 
@@ -338,6 +344,15 @@ class RankedDocument:
     def text(self) -> str | None:
         return self.document if isinstance(self.document, str) else None
 
+    @property
+    def shown(self) -> str:
+        """The document in words."""
+        if isinstance(self.document, str):
+            return self.document
+        if isinstance(self.document, Vectors):
+            return f"[{len(self.document)} vectors]"
+        return " ".join([part if isinstance(part, str) else "[picture]" for part in self.document.parts])
+
 
 def rank(
     scores: Sequence[float],
@@ -360,7 +375,10 @@ def rank(
 @dataclass(frozen=True, slots=True)
 class RerankResult:
     """Documents best first, ties by index, without those that timed out (`unscored`) or have `errors`.
-    `truncated` counts the truncated inputs."""
+    `truncated` counts the truncated inputs.
+
+    It is a sequence of its `results`: `for document in result`, `len(result)`, `result[0]`. A slice, as
+    `result[:3]`, is a result of these documents alone. Notebooks and rich show it as a table."""
 
     results: list[RankedDocument]
     usage: Usage
@@ -368,6 +386,69 @@ class RerankResult:
     unscored: tuple[int, ...] = ()
     errors: Mapping[int, str] = field(default_factory=dict)
     timings: Timings = Timings()
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[RankedDocument]:
+        return iter(self.results)
+
+    @overload
+    def __getitem__(self, key: int) -> RankedDocument: ...
+    @overload
+    def __getitem__(self, key: slice) -> "RerankResult": ...
+    def __getitem__(self, key: int | slice) -> "RankedDocument | RerankResult":
+        return replace(self, results=self.results[key]) if isinstance(key, slice) else self.results[key]
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Makes a table of pandas with a row a document, best first, and the columns `index`, `score` and
+        `document`. Raises ImportError if pandas is not installed."""
+        frame: pandas.DataFrame = display.library("pandas", "to_pandas()").DataFrame(
+            {
+                "index": np.array([one.index for one in self.results], dtype=np.int64),
+                "score": np.array([one.score for one in self.results], dtype=np.float64),
+                "document": [one.document for one in self.results],
+            }
+        )
+        return frame
+
+    def plot(self, rank: int = 0, ax: "Axes | None" = None) -> "Axes":
+        """Draws the similarity of each query token to each token of one document as a heat map. A dot marks
+        the best match of each query token: MaxSim is the sum of these.
+
+        Needs matplotlib, and a text that late interaction has scored with `explain="maps"`.
+
+        Args:
+            rank: Position of the document in this result. Default: 0, the best.
+            ax: matplotlib's axes to draw on. None makes a new figure. Default: None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: There are no similarities to draw.
+        """
+        one = self.results[rank]
+        explanation = Explanation(0, False, False) if one.explanation is None else one.explanation
+        return explanation.plot(ax, title=f"document {one.index}, score {one.score:.4f}")
+
+    def _repr_html_(self) -> str:
+        """The table that notebooks show."""
+        return self._table().as_html()
+
+    def __rich__(self) -> "Table":
+        """The table that rich prints."""
+        return self._table().as_rich()
+
+    def _table(self) -> display.TextTable:
+        rows = [
+            (str(place), f"{one.score:.4f}", str(one.index), one.shown)
+            for place, one in enumerate(self.results, 1)
+        ]
+        without = {"timed out": len(self.unscored), "failed": len(self.errors)}
+        caption = ", ".join(f"{number} {why}" for why, number in without.items() if number)
+        return display.TextTable.of(("rank", "score", "index", "document"), rows, caption)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,12 +477,29 @@ class ClassifyResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbedResult:
-    """One matrix per text: float32 [tokens, dim] each. `truncated` counts the truncated texts."""
+    """One matrix per text: float32 [tokens, dim] each. `truncated` counts the truncated texts. `tokens` has a
+    string per row of each matrix, as the vocabulary writes it; None if not asked for, and for models whose
+    vectors are merged (token pooling)."""
 
     embeddings: list[NDArray[np.float32]]
     usage: Usage
     truncated: int = 0
     timings: Timings = Timings()
+    tokens: list[list[str]] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedText:
+    """The tokens of a text: `ids`, int32 [tokens], and `tokens`, their strings as the vocabulary writes them.
+    `truncated` says whether there are more than the model reads, special tokens included: `embed` and
+    `score` then truncate it."""
+
+    ids: NDArray[np.int32]
+    tokens: list[str]
+    truncated: bool
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

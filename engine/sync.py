@@ -5,6 +5,7 @@ import atexit
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sized
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
@@ -12,13 +13,17 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
-from tqdm.auto import tqdm
+with warnings.catch_warnings():
+    # Notebooks without ipywidgets get a bar of text.
+    warnings.filterwarnings("ignore", "IProgress not found")
+    from tqdm.auto import tqdm
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.engine import Engine, ScoreStream
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineStats
+from maxsimd.engine.parameters import complete_docstring
 from maxsimd.engine.requests import (
     Progress,
     RankedDocument,
@@ -199,12 +204,21 @@ class SyncEngine:
     embed_tokens = _blocking(Engine.embed_tokens)
     embed_sparse = _blocking(Engine.embed_sparse)
     classify = _blocking(Engine.classify)
+    tokenize = _blocking(Engine.tokenize)
 
     @wraps(Engine.stream, assigned=())
     def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> "SyncStream":
-        """Streams scores as they are ready: `with engine.stream(query, documents) as s: for new in s: ...`"""
+        """Scores documents as `score` does, and yields them as they are ready::
+
+            with engine.stream(query, documents) as stream:
+                for new in stream:  # RankedDocuments, by their index
+                    ...
+            stream.result  # what `score` would have returned
+
+        Leaving it early cancels the rest."""
         return SyncStream(lambda: self._engine.stream(queries, documents, **options), self._wait)
 
+    @wraps(Engine.set_tenants)
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         async def set_them() -> None:
             self._engine.set_tenants(tenants)
@@ -259,6 +273,9 @@ class SyncEngine:
                 "a call from `progress` would wait for itself, since `progress` runs on the engine's thread; "
                 "return from it first and call the engine once this call is done, or use Engine"
             )
+
+
+complete_docstring(SyncEngine.stream)
 
 
 class SyncStream:

@@ -76,6 +76,10 @@ class Tokens:
     def last_id(self) -> int:
         return int(self.ids[-1])
 
+    @property
+    def pooled_ids(self) -> TokenIds:
+        return self.ids if self.pooled_positions is None else self.ids[self.pooled_positions]
+
     def behind(self, count: int, image_ids: Iterator[int]) -> "Tokens":
         """The same tokens with only the images behind the first `count` of them, under new ids."""
         images = [image for image in self.images if image.positions[0] >= count]
@@ -142,6 +146,10 @@ class JoinedTokens:
     @property
     def pooled_positions(self) -> None:
         return None
+
+    @property
+    def pooled_ids(self) -> TokenIds:
+        return self.ids
 
     @property
     def images(self) -> tuple[PlacedImage, ...]:

@@ -117,8 +117,11 @@ async def embed_records(
 
         async def ask(part: list[int]) -> "_Result":
             texts = [records[i].text for i in part]
-            call = engine.embed_tokens if tokens else engine.embed
-            return await call(texts, input_type=input_type, priority="batch")
+            if tokens:
+                return await engine.embed_tokens(
+                    texts, input_type=input_type, priority="batch", return_tokens=False
+                )
+            return await engine.embed(texts, input_type=input_type, priority="batch")
 
         def done(part: list[int], result: "_Result") -> None:
             nonlocal num_tokens

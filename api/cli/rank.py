@@ -34,6 +34,7 @@ from maxsimd.api.cli.files import (
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, ScoreType, shown_name
+from maxsimd.engine.display import printable
 
 if TYPE_CHECKING:
     from maxsimd.engine import ScoreResult
@@ -80,23 +81,18 @@ def _json_lines(
 def _score_table(
     ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
 ) -> Iterator[str]:
-    ids = [_printable(records[index].id or str(index)) for index in ranked]
+    ids = [printable(records[index].id or str(index)) for index in ranked]
     width = max([len("document"), *map(_width, ids)])
     rest = max(_LEAST_TEXT, shutil.get_terminal_size((100, 24)).columns - width - 20)
     yield f"{'rank':>4}  {'score':>10}  {_filled('document', width)}  text"
     for rank, (index, id_) in enumerate(zip(ranked, ids, strict=True), 1):
         score = "failed" if index in errors else f"{scores[index]:.4f}"
-        shown = _printable(" ".join((errors.get(index) or records[index].text)[: 4 * rest].split()))
+        shown = printable(" ".join((errors.get(index) or records[index].text)[: 4 * rest].split()))
         yield f"{rank:>4}  {score:>10}  {_filled(id_, width)}  {_cut(shown, rest)}"
 
 
 def _writable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _printable(text: str) -> str:
-    """Drops control characters."""
-    return "".join(each for each in _writable(text) if unicodedata.category(each) != "Cc")
 
 
 def _width(text: str) -> int:

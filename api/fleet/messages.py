@@ -132,6 +132,7 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompt_name: str | None = None
     dimensions: int | None = None
     max_tokens: int | None = None
+    return_tokens: bool = False
     late_chunking: bool = False
     chunks: list[tuple[int, int]] | None = None
     encoding: Muvera | None = None

@@ -556,7 +556,8 @@ async def _run(
     }
     if task == "embed":
         return await engine.embed(inputs, **options, **_one_vector_options(state, body, len(inputs)))
-    return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
+    most = most_vectors(state, dimensions)
+    return await engine.embed_tokens(inputs, **options, max_tokens=most, return_tokens=False)
 
 
 def _unused_for(task: str, body: EmbeddingsRequest) -> list[UnreadField]:

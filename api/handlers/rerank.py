@@ -185,6 +185,10 @@ ENGINE_FIELDS: dict[type, dict[str, msgspec.Meta]] = {
 }
 
 
+# This many similarities are as much work as a match or a window.
+_NUMBERS_AN_ENTRY = 20
+
+
 class WireExplanation(msgspec.Struct, omit_defaults=True):
     """Why a document has its score. Empty parts are left out."""
 
@@ -208,6 +212,17 @@ class WireExplanation(msgspec.Struct, omit_defaults=True):
     read_span: Annotated[
         tuple[int, int] | None, about("Of a truncated document, the part that was read.", [0, 1800])
     ] = None
+    similarities: Annotated[
+        list[list[float]],
+        about(
+            "With `explain` maps, for texts: for each query vector, its similarity to each document vector.",
+            [[0.31, 0.12, 0.08]],
+        ),
+    ] = []
+    document_tokens: Annotated[
+        tuple[str | None, ...],
+        about("The document's tokens, as `similarities` has them.", ["[CLS]", "Paris", "[SEP]"]),
+    ] = ()
 
 
 _EXPLAINED = about("Why the document has its score, with `explain`.")
@@ -435,8 +450,12 @@ def characters_of(result: RerankResult) -> int:
 
 
 def _num_lines(explanations: Iterable[Explanation | None]) -> int:
-    """The number of entries that explanations take in an answer."""
-    return sum(len(one.matches) + len(one.windows) for one in explanations if one is not None)
+    """The number of entries that explanations take in an answer; some numbers count as one."""
+    return sum(
+        len(one.matches) + len(one.windows) + one.num_similarities // _NUMBERS_AN_ENTRY
+        for one in explanations
+        if one is not None
+    )
 
 
 def check_all_ranked(body: Scoring) -> None:
@@ -464,6 +483,8 @@ def _on_wire(explanation: Explanation) -> WireExplanation:
         explanation.passage,
         [each.tolist() for each in explanation.maps],
         explanation.read_span,
+        [] if explanation.similarities is None else explanation.similarities.tolist(),
+        explanation.document_tokens,
     )
 
 

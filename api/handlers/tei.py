@@ -185,6 +185,7 @@ async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: Inputs
         truncation=_truncation_of(state, body),
         tenant=tenant,
         max_tokens=most_vectors(state, None),
+        return_tokens=False,
     )
     answer = await wire_answer(
         lambda: [encode_rows(matrix) for matrix in result.embeddings],

@@ -408,7 +408,7 @@ class DualEncoderProcessor(ScoreProcessor):
         """Returns what explains a score: matches of its windows, and maps of its pictures."""
         if not request.explain or not self._windows_as_one:
             return None
-        return Explained(document.window_rows, with_map=request.maps and document.tokens_of_page is not None)
+        return Explained(document.window_rows, with_map=request.maps)
 
     def _in_batches(
         self, cached: dict[tuple[Query, torch.dtype, Part], list[CachedDocument]]
@@ -574,18 +574,23 @@ class MatchExplainer:
         first = self.first_values[position]
         value = values[first]
         maps: tuple[NDArray[np.float32], ...] = ()
+        similarities: NDArray[np.float32] | None = None
+        document_tokens: tuple[str | None, ...] = ()
         if isinstance(value, np.ndarray):
             rows = document.window_rows
             tokens = document.tokens_of_page
-            how = Explained(rows, with_map=self.request.maps and tokens is not None)
+            how = Explained(rows, with_map=self.request.maps)
             # One for each part of a long query.
             parts = values[first : self.first_values[position + 1]]
             if any(part is None for part in parts):
                 return None
             found = np.concatenate([matches_of(np.asarray(part), how) for part in parts])
-            if tokens is not None and how.with_map:
-                similarities = [similarities_of(np.asarray(part), how) for part in parts]
-                maps = maps_of(tokens, np.concatenate(similarities))
+            if how.with_map:
+                of_all = np.concatenate([similarities_of(np.asarray(part), how) for part in parts])
+                if tokens is not None:
+                    maps = maps_of(tokens, of_all)
+                else:
+                    similarities, document_tokens = of_all, self._document_tokens(index, of_all.shape[1])
             sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
             # A window without a vector has the score of an empty document.
             scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
@@ -598,8 +603,24 @@ class MatchExplainer:
         windows = self._windows(index, scores)
         read = self._read_span(index) if document.truncated else None
         return Explanation(
-            document.tokens, document.truncated, document.is_cached, matches, windows, maps, read
+            document.tokens,
+            document.truncated,
+            document.is_cached,
+            matches,
+            windows,
+            maps,
+            read,
+            similarities,
+            document_tokens,
         )
+
+    def _document_tokens(self, index: int, count: int) -> tuple[str | None, ...]:
+        """Returns the tokens of a document's rows; None for each row of an embedding."""
+        rows = self.documents.rows(index, as_document=True)
+        if not rows:
+            return (None,) * count
+        origins, text = Origins.join(rows), self.documents.text(index)
+        return tuple([self._token(origins, row, text)[0] for row in range(count)])
 
     def _read_span(self, index: int) -> Span | None:
         rows = self.documents.rows(index, as_document=True)
@@ -669,8 +690,10 @@ def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[
     if query_rows is None:
         return
     if request.maps:
-        of_pages = [0 if each.tokens_of_page is None else sum(each.window_rows) for each in read.different]
-        mapped = sum(row * of_pages[position] for row, position in zip(rows, read.position_of, strict=True))
+        document_rows = [sum(each.window_rows) for each in read.different]
+        mapped = sum(
+            row * document_rows[position] for row, position in zip(rows, read.position_of, strict=True)
+        )
         if mapped > MOST_MAPPED:
             raise RequestTooLargeError(
                 f"explain would map {mapped} similarities for these documents, and at most {MOST_MAPPED} are "

@@ -23,7 +23,7 @@ from maxsimd.engine.processors.documents import CacheLookup
 from maxsimd.engine.processors.pages import page_builder
 from maxsimd.engine.processors.processor import Plan, Processor, ProcessorContext, RequestIds
 from maxsimd.engine.processors.text.builder import BuiltText, InputName, TextBuilder, shortest_text
-from maxsimd.engine.processors.text.tokenization import Spans
+from maxsimd.engine.processors.text.tokenization import Spans, TextTokenizer
 from maxsimd.engine.requests import (
     REFUSE_LONG,
     Chunks,
@@ -77,10 +77,17 @@ class EmbeddingPlan(Plan):
         vectors = shorten(rows, dimensions, self._is_normalized)
         return EmbedResult(vectors, self.usage, self.truncated, values.timings)
 
-    def token_vectors(self, values: Values, dimensions: int | None) -> TokenEmbedResult:
-        """Makes one matrix a text, with a row a token."""
+    def token_vectors(
+        self, values: Values, dimensions: int | None, tokenizer: TextTokenizer | None
+    ) -> TokenEmbedResult:
+        """Makes one matrix a text, with a row a token, and names the tokens with a `tokenizer`."""
         matrices = [shorten(np.asarray(value), dimensions, self._is_normalized) for value in values.values]
-        return TokenEmbedResult(matrices, self.usage, self.truncated, values.timings)
+        tokens = None
+        if tokenizer is not None:
+            tokens = [tokenizer.strings(sequence.tokens.pooled_ids.tolist()) for sequence in self.sequences]
+            if [*map(len, tokens)] != [*map(len, matrices)]:  # vectors are merged
+                tokens = None
+        return TokenEmbedResult(matrices, self.usage, self.truncated, values.timings, tokens)
 
     def sparse_vectors(self, values: Values) -> SparseEmbedResult:
         vectors = [_sparse_vector(np.asarray(value)) for value in values.values]

@@ -26,6 +26,7 @@ from maxsimd.engine.errors import (
     ModelFailedError,
     UnknownModelError,
 )
+from maxsimd.engine.parameters import complete_docstring
 from maxsimd.engine.requests import Scorable
 from maxsimd.engine.runtime import Running, launch_beside
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
@@ -285,8 +286,8 @@ class Engines:
         deadline: float | None = None,
         **options: Unpack[CascadeOptions],
     ) -> CascadeResult:
-        """Ranks documents in stages: the model of each scores the best of the stage before, all of them
-        within `deadline` seconds. Scores are those of the last stage."""
+        """Ranks documents in stages: the model of each scores the best of the stage before. Scores are those
+        of the last stage, and only there `use_activation` and `normalize` apply."""
         return await run_cascade(self.__getitem__, query, documents, stages, deadline, options)
 
     def _state(self, name: str) -> State:
@@ -400,6 +401,9 @@ class Engines:
             for name, state in list(self._states.items())
             if isinstance(state, Serving)
         }
+
+
+complete_docstring(Engines.rerank, more=CascadeOptions.__annotations__)
 
 
 def _dropped_while_loading(name: str) -> ModelDroppedError:

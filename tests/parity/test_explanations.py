@@ -82,13 +82,16 @@ async def test_matches_are_the_largest_products_of_the_vectors(
     documents = [pair.document for pair in pairs[40:48]]
     (query,) = (await engine.embed_tokens([QUERY], input_type="query")).embeddings
     vectors = (await engine.embed_tokens(documents, input_type="document")).embeddings
-    for one in await _explained(engine, QUERY, documents):
+    for one in (await engine.rerank(QUERY, documents, explain="maps")).results:
+        assert one.explanation is not None
         products = query @ vectors[one.index].T
+        np.testing.assert_allclose(one.explanation.similarities, products, atol=1e-5)
         for row, match in zip(products, one.explanation.matches, strict=True):
             assert match.similarity == pytest.approx(row.max(), abs=1e-5)
             assert row[match.document_row] == pytest.approx(row.max(), abs=1e-5)
             assert _says(match.query_token, match.query_span, QUERY)
             assert _says(match.document_token, match.document_span, documents[one.index])
+            assert one.explanation.document_tokens[match.document_row] == match.document_token
 
 
 def _says(token: str | None, span: tuple[int, int] | None, text: str) -> bool:
@@ -128,8 +131,9 @@ async def test_repeated_documents_and_queries_of_their_own(engine: Engine) -> No
 async def test_texts_that_came_as_vectors_have_rows_in_place_of_words(engine: Engine) -> None:
     (query,) = (await engine.embed_tokens([QUERY], input_type="query")).embeddings
     (document,) = (await engine.embed_tokens(["Open a file."], input_type="document")).embeddings
-    result = await engine.score(query, [Vectors(document), "Open a file."], explain=True)
+    result = await engine.score(query, [Vectors(document), "Open a file."], explain="maps")
     given, read = (result.explanations[i] for i in range(2))
+    assert given.document_tokens == (None,) * len(document)
     assert (given.tokens, given.cached, given.truncated) == (0, False, False)
     assert read.tokens == len(document)
     for ours, match in zip(given.matches, read.matches, strict=True):

@@ -2,13 +2,20 @@
 
 import asyncio
 import inspect
+import io
+import re
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
+from rich.console import Console
 
-from maxsimd.engine import Engine, EngineConfig, SyncEngine, errors
+from maxsimd.engine import Engine, EngineConfig, Engines, RerankResult, SyncEngine, errors
+from maxsimd.engine.several.cascade import CascadeOptions
 from tests.nearly import nearly
 
 
@@ -84,6 +91,21 @@ def test_methods_and_options_are_those_of_the_engine() -> None:
     assert SyncEngine.rerank.__doc__ == Engine.rerank.__doc__
 
 
+def test_help_has_the_meaning_and_default_of_every_parameter() -> None:
+    public = [each for kind in (Engine, SyncEngine) for each in inspect.getmembers(kind, inspect.isfunction)]
+    methods = [method for name, method in public if not name.startswith("_")]
+    assert len(methods) > 30
+    for method in (*methods, Engines.rerank):
+        sections = re.split(r"^(?=\w+:$)", inspect.getdoc(method) or "", flags=re.MULTILINE)
+        described = "".join(each for each in sections if each.startswith("Args:"))
+        meanings = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", described, flags=re.MULTILINE))
+        for name, each in inspect.signature(method).parameters.items():
+            if each.kind is not each.VAR_KEYWORD and name != "self":
+                default = "." if each.default is each.empty else f"Default: {each.default!r}."
+                assert " ".join(meanings[name].split()).endswith(default), (method, name)
+    assert meanings.keys() >= CascadeOptions.__annotations__.keys()
+
+
 @pytest.fixture(scope="module")
 def engine() -> Any:
     with SyncEngine(dtype="float32", progress=False) as engine:
@@ -119,3 +141,68 @@ def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
     finally:
         first.run_until_complete(engine.stop())
         first.close()
+
+
+DOCUMENTS = ["Cats <b>sleep</b>.", "[red]Paris[/red]\x1b is\nthe $capital$ of France.", "x " * 500]
+
+
+@pytest.fixture(scope="module")
+def ranked(engine: SyncEngine) -> RerankResult:
+    return engine.rerank(QUERY, DOCUMENTS, explain="maps")
+
+
+def test_a_ranking_is_a_sequence_and_a_table(ranked: RerankResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (len(ranked), [*ranked], ranked[-1]) == (3, ranked.results, ranked.results[2])
+    assert (ranked[:2].results, ranked[:2].usage) == (ranked.results[:2], ranked.usage)
+    shown = ranked._repr_html_()
+    assert "Cats &lt;b&gt;sleep&lt;/b&gt;." in shown
+    assert "[red]Paris[/red] is the $capital$ of France.</td>" in shown
+    assert len(shown) < 1500, "long texts are shortened"
+    assert (
+        "<p>10 more rows; 2 timed out</p>"
+        in replace(ranked, results=[ranked[0]] * 60, unscored=(3, 4))._repr_html_()
+    )
+    with (console := Console(width=120)).capture() as captured:
+        console.print(ranked)
+    assert re.search(r"│    1 │ \d\.\d{4} │     1 │ \[red\]Paris\[/red\] is the \$cap", captured.get())
+    frame = ranked.to_pandas()
+    assert [*frame.columns, *frame["index"]] == ["index", "score", "document", *(one.index for one in ranked)]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas, .*: pip install pandas"):
+        ranked.to_pandas()
+
+
+def test_a_heat_map_has_the_similarity_of_all_tokens(ranked: RerankResult, engine: SyncEngine) -> None:
+    matplotlib.use("Agg")
+    explanation = ranked[0].explanation
+    assert explanation is not None
+    assert explanation.similarities is not None
+    found = explanation.similarities.max(axis=1)
+    np.testing.assert_allclose(found, [match.similarity for match in explanation.matches], atol=1e-4)
+    axes = ranked.plot()
+    labels = [each.get_text() for each in (*axes.get_yticklabels(), *axes.get_xticklabels())]
+    assert labels[:6] == ["[CLS]", "the", "capital", "of", "France", "[SEP]"]
+    assert " ".join(labels[6:]) == "[CLS] [ red ] Paris [ / red ] is the $ capital $ of France . [SEP]"
+    axes.figure.savefig(io.BytesIO())
+    assert ranked.plot(2, axes) is axes, "of 256 tokens some have labels"
+    for result in (engine.rerank(QUERY, TEXTS), engine.rerank(QUERY, TEXTS, explain=True)):
+        with pytest.raises(ValueError, match='explain="maps"'):
+            result.plot()
+
+
+def test_tokens_of_texts_are_shown(engine: SyncEngine) -> None:
+    words = ["[CLS]", "sp", "##ree", "[SEP]"]
+    result = engine.embed_tokens(["spree", "a b"])
+    assert result.tokens == [words, ["[CLS]", "a", "b", "[SEP]"]]
+    assert engine.embed_tokens("spree", return_tokens=False).tokens is None
+    short, long = engine.tokenize(["spree", "x " * 255])
+    assert (short.tokens, short.ids.tolist()[::3], short.truncated, len(short)) == (
+        words,
+        [101, 102],
+        False,
+        4,
+    )
+    assert (len(long), long.truncated) == (257, True)
+    assert engine.tokenize("spree", add_special_tokens=False)[0].tokens == words[1:-1]
+    with pytest.raises(errors.InvalidRequestError, match="texts is empty"):
+        engine.tokenize([])

@@ -298,6 +298,10 @@ class TextTokenizer:
     def token(self, token_id: int) -> str:
         return str(self._tokenizer.id_to_token(token_id))
 
+    def strings(self, ids: Iterable[int]) -> list[str]:
+        """Returns tokens as the vocabulary writes them."""
+        return [*map(self.token, ids)]
+
     def token_id(self, token: str) -> int:
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token

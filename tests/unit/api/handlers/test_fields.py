@@ -83,9 +83,10 @@ CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
 
 def _call(caller: Caller) -> tuple[str, Any, dict[str, Any]]:
-    """The engine's first call, without an option that no field sets: how many vectors fit into an answer."""
+    """The engine's first call, without options that no field sets: most vectors of an answer, and no tokens."""
     method, texts, options = caller.engine.calls[0]
-    return method, texts, {name: value for name, value in options.items() if name != "max_tokens"}
+    own = {"max_tokens", "return_tokens"}
+    return method, texts, {name: value for name, value in options.items() if name not in own}
 
 
 def _truncation(**changes: Any) -> dict[str, Any]:
