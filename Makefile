@@ -16,7 +16,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-full test-cluster test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-full test-cluster test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots notebooks docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -76,6 +76,10 @@ recipes: $(VENV)/.dev
 # The pictures of the playground in docs/, in light, in dark and on a phone; needs Chromium.
 screenshots: $(VENV)/.dev
 	MAXSIMD_NEEDS_BROWSER=1 MAXSIMD_SCREENSHOTS=docs/images $(BIN)/python -m pytest -q -k people_who tests/server/test_playground.py
+
+# The outputs of the notebooks in docs/notebooks.
+notebooks: $(VENV)/.dev
+	MAXSIMD_WRITES_NOTEBOOKS=1 $(BIN)/python -m pytest -q tests/documentation/test_notebooks.py
 
 # The documentation, drawn into build/docs.
 docs: $(VENV)/.dev

@@ -13,7 +13,9 @@ version = release = maxsimd.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "notebooks",
     "http_reference",
     "links_in_checkout",
     "reachable",

@@ -21,7 +21,8 @@ from tests.server.browser import VIEWS, chromium, opened
 from tests.server.conftest import web_server
 
 DOCS = ROOT / "docs"
-NAMES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("**/*.md"))
+PAGES = [*DOCS.glob("**/*.md"), *DOCS.glob("**/*.ipynb")]
+NAMES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES)
 # A page of text, code and tables, and one of pictures. The others are checked before a release.
 TYPICAL = [("index", "dark"), ("tenants", "phone")]
 OTHERS = [
