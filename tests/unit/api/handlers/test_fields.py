@@ -83,7 +83,7 @@ CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
 
 def _call(caller: Caller) -> tuple[str, Any, dict[str, Any]]:
-    """The engine's first call, without options that no field sets: most vectors of an answer, and no tokens."""
+    """The engine's first call, without options that no field sets: `max_tokens` and `return_tokens`."""
     method, texts, options = caller.engine.calls[0]
     own = {"max_tokens", "return_tokens"}
     return method, texts, {name: value for name, value in options.items() if name not in own}
