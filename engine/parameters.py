@@ -32,8 +32,9 @@ MEANINGS = {
     "such scale.",
     "instruction": "The task in words, for models that take it. None uses the checkpoint's own. "
     "InvalidRequestError for other models.",
-    "cache": '"use" reads embeddings of documents, or scores of cross-encoders and listwise models, from the '
-    'cache, and adds new ones. "bypass" does neither. "refresh" runs all documents and replaces their entries.',
+    "cache": '"use" reads embeddings of documents, or scores of cross-encoders and listwise models, from '
+    'the cache, and adds new ones. "bypass" does neither. "refresh" runs all documents and replaces their '
+    "entries.",
     "priority": '"interactive" (0), "batch" (4) or an integer. Lower values get a larger share of the '
     "device.",
     "tenant": "The tenant that the call is for. Tenants share the device by weight (`set_tenants`).",
