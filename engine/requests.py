@@ -214,7 +214,8 @@ class ScoreRequest:
     @property
     def reading(self) -> int:
         """The amount to read in a thread, as `size` counts it."""
-        return self.size + _unpacking((*self.queries, *self.documents))
+        instructions = len(self.instruction or "") * len(self.queries)
+        return self.size + instructions + _unpacking((*self.queries, *self.documents))
 
     @property
     def num_texts(self) -> int:

@@ -226,6 +226,7 @@ class WorkerPool:
         take_short_slices()
         while (work := self._next()) is not None:
             self._run(work)
+            del work  # its result may be large, and the next work may come late
 
     def _run(self, work: Work[Any]) -> None:
         try:

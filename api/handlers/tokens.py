@@ -17,9 +17,17 @@ from maxsimd.api.wire import (
     about,
 )
 from maxsimd.engine import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.processors.text.tokenization import MOST_DECODED, TextTokenizer
+from maxsimd.engine.processors.text.tokenization import (
+    MOST_DECODED,
+    TextTokenizer,
+    ids_of,
+    in_turn,
+    spans_of,
+)
 
 _MOST_CHARACTERS = 2_000_000
+# A token takes up to about 80 bytes in an answer, which is copied twice as it is written.
+_BYTES_A_TOKEN = 240
 
 
 class TokenizeRequest(RequestBody, kw_only=True):
@@ -88,19 +96,22 @@ async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
     _check_characters(len(text), param)
     tokenizer, longest = state.engine.tokenizer, state.engine.max_tokens
     with_strings, (before, after) = bool(body.return_token_strs), _special_tokens(tokenizer, body)
+    room = _Room(state.config.max_bodies_mb, param)
 
     def answer() -> bytes:
         ids, strings = _JsonList(), _JsonList()
         ids.extend(before)
         strings.extend([tokenizer.token(token) for token in before])
         for _, encoding in tokenizer.read(text, param):
-            ids.extend(encoding.ids)
-            if with_strings:
-                strings.extend(encoding.tokens)
+            room.take(len(encoding))
+            read, shown = ids_of(encoding), encoding.tokens if with_strings else []
+            for part in in_turn(len(read)):
+                ids.extend(read[part].tolist())
+                strings.extend(shown[part])
         ids.extend(after)
         strings.extend([tokenizer.token(token) for token in after])
-        shown = strings.as_json() if with_strings else None
-        return msgspec.json.encode(TokenizeResponse(ids.as_json(), ids.length, longest, shown))
+        token_strs = strings.as_json() if with_strings else None
+        return msgspec.json.encode(TokenizeResponse(ids.as_json(), ids.length, longest, token_strs))
 
     return Answer(200, {"Content-Type": "application/json"}, await state.engine.in_thread(answer, len(text)))
 
@@ -110,30 +121,35 @@ async def _tokenize_inputs(state: ServerState, body: TokenizeRequest) -> Answer:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs or []
     check_count(texts, "inputs", state.config.max_documents)
     _check_characters(sum(map(len, texts)), "inputs")
-    tokenizer = state.engine.tokenizer
+    tokenizer, room = state.engine.tokenizer, _Room(state.config.max_bodies_mb, "inputs")
     before, after = (
         [_special(tokenizer, token) for token in part] for part in _special_tokens(tokenizer, body)
     )
 
-    def tokens_of(text: str) -> msgspec.Raw:
+    def tokens_of(text: str) -> list[bytes]:
         tokens = _JsonList()
         tokens.extend(before)
         for start, encoding in tokenizer.read(text, "inputs"):
-            spans = [(start + first, start + last) for first, last in encoding.offsets]
-            tokens.extend(
-                [
-                    TeiToken(token, text[first:last], special=False, start=first, stop=last)
-                    for token, (first, last) in zip(encoding.ids, spans, strict=True)
-                ]
-            )
+            room.take(len(encoding))
+            ids, spans = ids_of(encoding), spans_of(encoding, start)
+            for part in in_turn(len(ids)):
+                tokens.extend(
+                    [
+                        TeiToken(token, text[first:last], special=False, start=first, stop=last)
+                        for token, (first, last) in zip(ids[part].tolist(), spans[part].tolist(), strict=True)
+                    ]
+                )
         tokens.extend(after)
-        return tokens.as_json()
+        return tokens.parts()
 
     size = sum(map(len, texts)) + len(texts)
-    answer = await state.engine.in_thread(
-        lambda: msgspec.json.encode([tokens_of(text) for text in texts]), size
-    )
-    return Answer(200, {"Content-Type": "application/json"}, answer)
+
+    def answer() -> bytes:
+        written = [part for text in texts for part in (b",", *tokens_of(text))]
+        # Joining large parts leaves Python's lock to others, which writing them as one value does not.
+        return b"".join([b"[", *written[1:], b"]"])
+
+    return Answer(200, {"Content-Type": "application/json"}, await state.engine.in_thread(answer, size))
 
 
 def _check_characters(number: int, param: str) -> None:
@@ -143,6 +159,23 @@ def _check_characters(number: int, param: str) -> None:
             f"{param} has {number:,} characters, but at most {_MOST_CHARACTERS:,} become tokens at once; "
             "send fewer"
         )
+
+
+class _Room:
+    """How many tokens an answer still has room for, so that it takes no more memory than all bodies may."""
+
+    def __init__(self, megabytes: int, param: str) -> None:
+        self._most = self._left = (megabytes << 20) // _BYTES_A_TOKEN
+        self._param = param
+
+    def take(self, tokens: int) -> None:
+        """Raises RequestTooLargeError if there are more."""
+        self._left -= tokens
+        if self._left < 0:
+            raise RequestTooLargeError(
+                f"{self._param} has more than the {self._most} tokens that an answer has room for; send "
+                "fewer characters at a time, or raise --limit max_bodies_mb"
+            )
 
 
 def _special_tokens(tokenizer: TextTokenizer, body: TokenizeRequest) -> tuple[list[int], list[int]]:
@@ -182,11 +215,14 @@ class _JsonList:
 
     def extend(self, items: Sequence[int | str | TeiToken]) -> None:
         if items:
-            self._parts.append(msgspec.json.encode(items)[1:-1])
+            self._parts += [b"," if self._parts else b"[", msgspec.json.encode(items)[1:-1]]
             self.length += len(items)
 
+    def parts(self) -> list[bytes]:
+        return [*(self._parts or [b"["]), b"]"]
+
     def as_json(self) -> msgspec.Raw:
-        return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
+        return msgspec.Raw(b"".join(self.parts()))
 
 
 def decoded(

@@ -132,6 +132,7 @@ def _on_embedded() -> Iterator[Attack]:
     yield muvera(40)
     yield Attack("/tokenize of 30 MB", "/tokenize", _json(text="word " * 6_000_000))
     yield Attack("/tokenize of 2 million letters", "/tokenize", _json(text="a" * 2_000_000), clients=4)
+    yield Attack("/tokenize of 2 million ideographs", "/tokenize", _json(inputs="\u6f22" * 2_000_000))
     yield Attack("/decode of 200,000 lists", "/decode", _json(ids=[[]] * 200_000), 200_000)
     yield Attack("token ids beyond the embedding", "/v1/embeddings", _json(input=[[2**31] * 1000] * 100))
     body = gzip.compress(b"") * 400_000
@@ -174,6 +175,10 @@ def _on_reranker() -> Iterator[Attack]:
         body = _json(queries=_texts(2000, 20), documents=_texts(2000, 20), instruction="word " * words)
         body = body[:-1] + b', "timeout": 10}'
         yield Attack(f"N:N, instruction of {words:,} words", "/score", body, 2000, timeout=10)
+    letters = "".join(random.Random(0).choices("abcdefghij", k=1_000_000))
+    for name, value in (("documents", [letters]), ("instruction", letters)):
+        body = _json(**{"query": "a", "documents": ["b"], "timeout": 10, name: value})
+        yield Attack(f"a million letters as {name}", "/rerank", body, 1, timeout=10)
     body = _json(query="a b " * 1_000_000, documents=["a"] * 5000, timeout=5)
     yield Attack("query of 4 MB over 5,000 documents", "/rerank", body, 5000, timeout=5)
     body = _json(query="a", documents=_texts(2000, 20), instruction="word " * 800, timeout=10)

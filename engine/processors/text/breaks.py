@@ -84,6 +84,9 @@ _ALTERNATIVES = {
     *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
 }
 
+# A search for a break takes a millisecond or so for this many characters. None looks further ahead than the
+# overlap, except over spaces that are lost.
+_SEARCHED, _OVERLAP = 65_536, 256
 # The most marks of one letter.
 _MOST_MARKS = 5
 _LINE_ENDS = ("\r\n\r\n", "\n\n", "\r\n", "\n")
@@ -372,8 +375,13 @@ class Breaks:
 
     def first(self, text: str, start: int, stop: int) -> int | None:
         """Returns the first break from `start` on and before `stop`, or None."""
-        found = self.pattern.search(text, max(0, start - 1), stop + 1)
-        return found.end() if found and found.end() < stop else None
+        # In steps, because a search holds Python's lock. Each sees what follows its last break.
+        for begin in range(start, stop, _SEARCHED):
+            end = min(begin + _SEARCHED + _OVERLAP, stop + 1)
+            found = self.pattern.search(text, max(0, begin - 1), end)
+            if found:
+                return found.end() if found.end() < stop else None
+        return None
 
     def all(self, text: str) -> list[int]:
         return [found.end() for found in self.pattern.finditer(text)]

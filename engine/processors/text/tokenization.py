@@ -111,6 +111,9 @@ _STEP = 256
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
 # A text to truncate is tokenized in steps of this many characters for each wanted token.
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
+# Token ids and spans of a piece are read this many at a time: a million of them would hold Python's lock for
+# a third of a second.
+_TOKENS_AT_ONCE = 16_384
 # A text of about one token.
 SHORTEST_TEXT = "a"
 # The most tokens decoded at once, within about two seconds.
@@ -217,12 +220,12 @@ class TextTokenizer:
             yield_to_smaller()
             for first in self._encode_batch(part, param, names=(name for _, name in rests)):
                 rest, name = rests.popleft()
-                read = [_ids(first)]
+                read = [ids_of(first)]
                 num_tokens = len(read[0])
                 while (most is None or num_tokens < most) and (piece := next(rest, None)):
                     yield_to_smaller()
                     (encoding,) = self._encode_batch([piece], param, names=[name])
-                    read.append(_ids(encoding))
+                    read.append(ids_of(encoding))
                     num_tokens += len(read[-1])
                 token_ids.append(self.known(_joined(read, most, side), param, name))
         return token_ids
@@ -245,16 +248,16 @@ class TextTokenizer:
                 continue
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
-            ids = _ids(encoding)
-            first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
-            parts.append((ids[:first], ids[first:last], ids[last:], _spans(encoding, start)[first:last]))
+            ids, spans = ids_of(encoding), spans_of(encoding, start)
+            first, last = _holding(spans, span)
+            parts.append((ids[:first], ids[first:last], ids[last:], spans[first:last]))
             num_inside += last - first
-        before, inside, after, spans = (list(each) for each in zip(*parts, strict=True))
+        before, inside, after, held = (list(each) for each in zip(*parts, strict=True))
         return Around(
             self.known(_joined(before, None, side), param, name or param),
             self.known(_joined(inside, most, side), param, name or param),
             self.known(_joined(after, None, side), param, name or param),
-            _joined(spans, most, side),
+            _joined(held, most, side),
         )
 
     def encode_with_spans(
@@ -265,8 +268,8 @@ class TextTokenizer:
         spans: list[Spans] = []
         num_tokens = 0
         for start, encoding in self.read(text, param, side, name):
-            ids.append(_ids(encoding))
-            spans.append(_spans(encoding, start))
+            ids.append(ids_of(encoding))
+            spans.append(spans_of(encoding, start))
             num_tokens += len(ids[-1])
             if most is not None and num_tokens >= most:
                 break
@@ -416,13 +419,31 @@ def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
         yield part
 
 
-def _ids(encoding: Encoding) -> TokenIds:
-    return np.array(encoding.ids, dtype=np.int32)
+def ids_of(encoding: Encoding) -> TokenIds:
+    read = encoding.ids
+    ids = np.empty(len(read), dtype=np.int32)
+    for part in in_turn(len(read)):
+        ids[part] = read[part]
+    return ids
 
 
-def _spans(encoding: Encoding, start: int) -> Spans:
+def spans_of(encoding: Encoding, start: int) -> Spans:
     """Returns the characters of each token of a piece that begins at `start`."""
-    return np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) + np.int32(start)
+    if len(encoding) <= _TOKENS_AT_ONCE:
+        return np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) + np.int32(start)
+    # One by one, because `offsets` would hold the lock for all tokens.
+    spans = np.empty((len(encoding), 2), dtype=np.int32)
+    for part in in_turn(len(encoding)):
+        spans[part] = [encoding.token_to_chars(i) for i in range(*part.indices(len(encoding)))]
+    return spans + np.int32(start)
+
+
+def in_turn(num_tokens: int) -> Iterator[slice]:
+    """Yields parts of a piece's tokens for work that holds Python's lock, with other work between them."""
+    for start in range(0, num_tokens, _TOKENS_AT_ONCE):
+        if start:
+            yield_to_smaller()
+        yield slice(start, start + _TOKENS_AT_ONCE)
 
 
 def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDArray[np.int32]:
@@ -431,12 +452,12 @@ def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDAr
     return ids if most is None or len(ids) <= most else truncate(ids, most, side).copy()
 
 
-def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+def _holding(spans: Spans, characters: range) -> tuple[int, int]:
     """Returns the first token that has any of the characters, and the one after the last."""
-    inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
-    if inside:
-        return inside[0], inside[-1] + 1
-    before = sum(end <= start for _, end in offsets)
+    inside = np.flatnonzero((spans[:, 1] > characters.start) & (spans[:, 0] < characters.stop))
+    if len(inside):
+        return int(inside[0]), int(inside[-1]) + 1
+    before = int((spans[:, 1] <= characters.start).sum())
     return before, before
 
 

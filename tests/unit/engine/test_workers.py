@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing
@@ -11,6 +12,7 @@ import pytest
 
 from maxsimd.engine import workers
 from maxsimd.engine.workers import WithdrawnError, Work, WorkerPool, called_on_each, yield_to_smaller
+from tests.waiting import wait_for
 
 SMALL, LARGE = 10, 1_000_000
 SMALLEST_HUGE = 524_288
@@ -119,6 +121,11 @@ def test_work_that_is_withdrawn_or_fails_harms_no_other(pool: WorkerPool) -> Non
     with pytest.raises(SystemExit, match="broken"):
         pool.submit(broken, SMALL).future.result(PATIENCE)
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
+
+
+def test_an_idle_thread_holds_no_result(pool: WorkerPool) -> None:
+    result = weakref.ref(pool.submit(threading.Event, SMALL).future.result(PATIENCE))
+    wait_for(lambda: result() is None)
 
 
 def test_closing_ends_all_work_and_all_threads() -> None:

@@ -244,6 +244,9 @@ async def test_what_is_too_long_is_refused_by_its_name(caller: Caller, engine: R
         await caller.refused(
             "/tokenize", body, 413, says="has 2,000,002 characters, but at most 2,000,000 become tokens"
         )
+    small = Caller(engine, max_bodies_mb=1, max_body_mb=1)
+    for body in ({"text": "a " * 5000}, {"inputs": ["a " * 4000] * 2}):
+        await small.refused("/tokenize", body, 413, says="more than the 4369 tokens that an answer has room")
     for path, body, name in (
         ("/v1/embeddings", {"input": "a"}, "input_type"),
         ("/v1/embeddings", {"input": "a"}, "prompt_name"),

@@ -5,9 +5,10 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from maxsimd.engine.checkpoint import LoadedModel, PairRules
 from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors.text import breaks
+from maxsimd.engine.processors.text import breaks, tokenization
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, proven_breaks, remembered_breaks
 from maxsimd.engine.processors.text.builder import InputName, LongInputs, Room
 from maxsimd.engine.processors.text.tokenization import (
@@ -122,6 +123,21 @@ def test_text_without_breaks_is_refused_or_cut_off() -> None:
     for text, side in ((f"{'word ' * 1000}{ENDLESS}", "right"), (f"{ENDLESS}{' word' * 1000}", "left")):
         (tokens,) = text_tokenizer(bert).encode([text], "documents", 500, side)  # type: ignore[arg-type]
         assert tokens.tolist() == expected
+
+
+def test_a_text_without_breaks_lets_other_work_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text, yields = text_tokenizer(KINDS["qwen"]), "x7" * 50_000, count()
+    monkeypatch.setattr(tokenization, "yield_to_smaller", lambda: next(yields))
+    ids, spans = tokenizer.encode_with_spans(text, "text")
+    expected = library("qwen").encode(text, add_special_tokens=False)
+    assert (ids.tolist(), [*map(tuple, spans.tolist())]) == (expected.ids, expected.offsets)
+    assert next(yields) > 2 * (len(ids) // PIECE)
+    searched = Mock(wraps=re.compile("x(?= )").search)
+    for length in (10, 100_000, 500_000):
+        assert Breaks(Mock(search=searched)).first("x" * length + " x", 3, length + 1) == length
+    assert max(stop - start for _, start, stop in (call.args for call in searched.mock_calls)) < 70_000
+    asked = ScoreRequest(queries=("a", "b"), documents=("c", "d"), instruction=text)
+    assert asked.reading > 2 * len(text), "in a thread"
 
 
 KINDS_OF_SCORES = pytest.mark.parametrize(
