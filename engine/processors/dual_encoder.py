@@ -258,7 +258,9 @@ class DualEncoderPlan(ScorePlan):
         size = ScorePlan.explanation_size(self, indices.tolist())
         if self.query_rows is None:
             return size
-        return size + _CHARACTERS_PER_MATCH * int(self.query_rows[indices].sum())
+        different, position_of = self.documents.different, self.documents.position_of
+        named = sum([_num_named(self.request, different[position_of[i]]) for i in indices.tolist()])
+        return size + _CHARACTERS_PER_MATCH * (named + int(self.query_rows[indices].sum()))
 
     def _position_of(self, value: int) -> int:
         """Returns which different document a value is of."""
@@ -678,15 +680,23 @@ def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
     return best
 
 
+def _num_named(request: ScoreRequest, document: Document) -> int:
+    """Returns the number of a document's tokens that its explanation names."""
+    if not request.maps or document.tokens_of_page is not None:
+        return 0
+    return sum(document.window_rows)
+
+
 def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[np.int64] | None) -> None:
     """Raises RequestTooLargeError if explanations would be too large. `query_rows` has the vectors of each
     document's query, if matches are explained."""
     windows = [len(each.window_rows) for each in read.different]
-    of_each = [windows[position] for position in read.position_of]
-    rows = [0] * len(of_each) if query_rows is None else query_rows.tolist()
-    check_explained_lines(
-        request.explain, (row + (count if count > 1 else 0) for row, count in zip(rows, of_each, strict=True))
-    )
+    rows = [0] * len(read.position_of) if query_rows is None else query_rows.tolist()
+    own = [count if count > 1 else 0 for count in windows]
+    if query_rows is not None:
+        own = [count + _num_named(request, each) for count, each in zip(own, read.different, strict=True)]
+    lines = (row + own[position] for row, position in zip(rows, read.position_of, strict=True))
+    check_explained_lines(request.explain, lines)
     if query_rows is None:
         return
     if request.maps:

@@ -310,7 +310,7 @@ def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
     most = sum(nlargest(explain, lines))
     if most > MOST_EXPLAINED:
         raise RequestTooLargeError(
-            f"explain would give up to {most} matches and windows for {explain} results, and at most "
+            f"explain would give up to {most} matches, windows and tokens for {explain} results, and at most "
             f"{MOST_EXPLAINED} are given; ask for fewer results (top_n of a ranking), send fewer documents, "
             "or leave explain out"
         )

@@ -163,8 +163,11 @@ async def test_too_many_explanations_are_refused(engine: Engine, monkeypatch: py
     tokens = len((await engine.embed_tokens([QUERY], input_type="query")).embeddings[0])
     monkeypatch.setattr(processor, "MOST_EXPLAINED", 3 * tokens)
     await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=3)
-    with pytest.raises(RequestTooLargeError, match=f"up to {4 * tokens} matches and windows for 4 results"):
-        await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True)
+    # Documents of three tokens, which maps name.
+    for explain, top_n, most in ((True, 4, 4 * tokens), ("maps", 3, 3 * tokens + 9)):
+        said = f"up to {most} matches, windows and tokens for {top_n} results"
+        with pytest.raises(RequestTooLargeError, match=said):
+            await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=explain, top_n=top_n)
     monkeypatch.setattr(dual_encoder, "MOST_NOTED", 3 * tokens)
     with pytest.raises(RequestTooLargeError, match="send fewer documents"):
         await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=1)
@@ -285,7 +288,7 @@ async def test_many_windows_are_refused_before_they_are_run(
     truncation = Truncation(max_tokens=20, windows=True, window_overlap=0)
     document = "word " * 300
     for documents in ([document, document, document], ["a", document * 3]):
-        with pytest.raises(RequestTooLargeError, match="matches and windows"):
+        with pytest.raises(RequestTooLargeError, match="matches, windows and tokens"):
             await engine.score("q", documents, explain=True, truncation=truncation)
     result = await engine.rerank("q", [document, "a"], explain=True, truncation=truncation, top_n=1)
     assert result.results[0].explanation is not None
