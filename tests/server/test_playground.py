@@ -330,6 +330,7 @@ def test_the_heat_map_has_the_matches_of_explain(page: Page, server: Server) -> 
     _fill(page, QUERY, DOCUMENTS)
     (best, *_) = _explained(server, QUERY, DOCUMENTS)
     page.get_by_role("button", name="Heat map").first.click()
+    page.locator("#map-canvas").wait_for()
     page.check("#markers")
     page.uncheck("#merge")
     page.locator("#map-canvas").focus()
@@ -360,7 +361,7 @@ def test_two_models_are_compared(
         page = watched.page
         page.wait_for_selector(".results > li")
         page.select_option("#rival", "pairs")
-        page.get_by_text("Kendall's tau is").wait_for()
+        page.get_by_text("Kendall's tau:").wait_for()
         for name in ("late", "pairs"):
             expect(page.get_by_role("region", name=name, exact=True).locator(".results > li")).to_have_count(
                 6

@@ -97,28 +97,38 @@ function layMap() {
 
 const shortened = (name) => (name.length > 14 ? `${name.slice(0, 13)}…` : name);
 
-function drawMap() {
-  const canvas = $("map-canvas");
-  if (!map.full) {
-    canvas.hidden = true;
-    return;
-  }
-  canvas.hidden = false;
-  const style = getComputedStyle(document.documentElement);
-  const [ink, line, main, panel, heat] = ["--ink", "--line", "--main", "--panel", "--heat"].map((name) => style.getPropertyValue(name).trim());
-  const size = Number($("zoom").value);
-  const letters = Math.min(14, Math.max(9, size * 0.6));
-  const pen = canvas.getContext("2d");
-  const font = `${letters}px system-ui, sans-serif`;
-  pen.font = font;
-  const widest = (names) => Math.ceil(Math.max(20, ...names.map(({ name }) => pen.measureText(shortened(name)).width))) + 8;
-  const [left, top] = [widest(map.rows), widest(map.columns)];
-  const [width, height] = [left + map.columns.length * size + 4, top + map.rows.length * size + 4];
+function sized(canvas, width, height) {
   const ratio = Math.min(window.devicePixelRatio || 1, 16000 / Math.max(width, height));
   Object.assign(canvas, { width: Math.ceil(width * ratio), height: Math.ceil(height * ratio) });
   Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+  canvas.getContext("2d").scale(ratio, ratio);
+}
+
+// The names of rows stay where they are when the map is scrolled sideways.
+function drawRowNames(canvas, width, height, top, font, ink) {
+  sized(canvas, width, height);
+  const pen = canvas.getContext("2d");
+  Object.assign(pen, { font, fillStyle: ink, textBaseline: "middle", textAlign: "right" });
+  map.rows.forEach(({ name }, i) => pen.fillText(shortened(name), width - 6, top + (i + 0.5) * map.size));
+}
+
+function drawMap() {
+  const canvas = $("map-canvas");
+  $("map-scroll").hidden = !map.full;
+  if (!map.full) return;
+  const style = getComputedStyle(document.documentElement);
+  const [ink, line, main, onMain, panel, heat] = ["--ink", "--line", "--main", "--on-main", "--panel", "--heat"].map((name) => style.getPropertyValue(name).trim());
+  const size = Number($("zoom").value);
+  const font = `${Math.min(14, Math.max(9, size * 0.6))}px system-ui, sans-serif`;
+  const pen = canvas.getContext("2d");
+  pen.font = font;
+  const widest = (names) => Math.ceil(Math.max(20, ...names.map(({ name }) => pen.measureText(shortened(name)).width))) + 14;
+  const [left, top] = [2, widest(map.columns)];
+  const height = top + map.rows.length * size + 4;
+  const width = left + map.columns.length * size + 4;
   Object.assign(map, { left, top, size });
-  pen.scale(ratio, ratio);
+  drawRowNames($("map-rows"), widest(map.rows), height, top, font, ink);
+  sized(canvas, width, height);
   pen.font = font;
   pen.textBaseline = "middle";
   pen.fillStyle = panel;
@@ -131,7 +141,7 @@ function drawMap() {
       pen.fillStyle = `rgb(${heat} / ${strength.toFixed(3)})`;
       pen.fillRect(left + j * size, top + i * size, size - 1, size - 1);
       if (size < 34) return;
-      pen.fillStyle = ink;
+      pen.fillStyle = strength > 0.6 ? onMain : ink;
       pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "center";
       pen.fillText(value.toFixed(2), left + (j + 0.5) * size, top + (i + 0.5) * size);
@@ -143,8 +153,6 @@ function drawMap() {
   });
   pen.fillStyle = ink;
   pen.font = font;
-  pen.textAlign = "right";
-  map.rows.forEach(({ name }, i) => pen.fillText(shortened(name), left - 6, top + (i + 0.5) * size));
   pen.textAlign = "left";
   map.columns.forEach(({ name }, j) => {
     pen.save();

@@ -151,7 +151,8 @@ function changed() {
   const { documents, format, problem } = documentsNow();
   const isLong = documents.length > LIVE_DOCUMENTS || pictures.length ||
     documents.reduce((total, one) => total + (one.text?.length ?? 0), 0) > LIVE_CHARACTERS;
-  const hint = isLong && !isFromLink ? ". Press Rank: this many are not ranked while you type" : "";
+  const which = pictures.length ? "pictures" : "so many";
+  const hint = isLong && !isFromLink ? `. Press Rank: ${which} are not ranked while you type` : "";
   $("count").textContent = `${counted(documents.length, "document")}${format ? ` from ${format}` : ""}${hint}`;
   if (problem) $("count").append(". ", element("span", { class: "failed" }, problem));
   const notice = $("notice");

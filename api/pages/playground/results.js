@@ -342,5 +342,6 @@ function compareColumns() {
   const tau = kendall(both, second.filter((index) => first.includes(index)));
   const head = Math.min(5, first.length);
   const shared = first.slice(0, head).filter((index) => second.slice(0, head).includes(index)).length;
-  told.textContent = `${shared} of the first ${head} agree` + (tau === null ? "." : `; Kendall's tau is ${tau.toFixed(2)} over ${counted(both.length, "document")}.`);
+  const distance = tau === null ? "" : ` Kendall's tau: ${tau.toFixed(2)} over ${counted(both.length, "document")}.`;
+  told.textContent = `Top ${head}: ${counted(shared, "document")} in common.${distance}`;
 }
