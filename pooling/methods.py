@@ -72,7 +72,7 @@ class GatheringHead(ABC):
 
 # All pooling methods by name. A class registers itself.
 METHODS: dict[str, type["PoolingMethod"]] = {}
-# Names of methods by sentence-transformers' `pooling_mode`.
+# Names of methods by sentence-transformers' `pooling_mode`: "max" is "max-pooling", for example.
 MODES: dict[str, str] = {}
 # Separates the names of methods whose rows are concatenated.
 CONCATENATED = "+"
