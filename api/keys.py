@@ -251,7 +251,7 @@ class KeyFile:
             self._table = self._read()
         except (OSError, ValueError) as error:
             raise SetupError(
-                f"{_cannot_read(path, error)}; give a readable file with one key a line"
+                f"{_cannot_read(path, error)}; give a readable file with one key per line"
             ) from error
 
     def table(self) -> KeyTable:

@@ -21,7 +21,7 @@ class QueryRows(Vectors):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The vectors, one a row."""
+        """The vectors, one per row."""
         return torch.as_tensor(self.values)
 
     def as_rows(self, dim: int) -> tuple[torch.Tensor, None]:

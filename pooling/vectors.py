@@ -66,7 +66,7 @@ class Vectors:
             return torch.ones(len(rows))
         scales = _as_tensor(self.scales).to(torch.float32).reshape(-1)
         if len(scales) != len(rows):
-            raise ValueError(f"has {len(scales)} scales for {len(rows)} vectors; give one a vector")
+            raise ValueError(f"has {len(scales)} scales for {len(rows)} vectors; give one per vector")
         if not scales.isfinite().all():
             raise ValueError("has a scale that is NaN or infinite")
         return scales

@@ -134,7 +134,7 @@ def _lines(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def _json(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
-    """An object or a text a line, or an array of them."""
+    """An object or a text per line, or an array of them."""
     text = _text(data)
     if text.lstrip().startswith("["):
         for number, value in enumerate(json.loads(text), 1):

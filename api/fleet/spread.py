@@ -438,7 +438,7 @@ class ScoreJob:
         self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
 
     def result(self) -> ScoreResult:
-        """One score a document. The query counts once."""
+        """One score per document. The query counts once."""
         results = self._results
         # A part that ran out of time has read no query.
         of_query = max(each.usage.query_tokens for each in results)

@@ -279,7 +279,7 @@ _RESPONSES: dict[_Item, tuple[Any, str]] = {
 
 class Encoded(msgspec.Struct, frozen=True):
     """One text's vectors as they are sent, [dim] or [tokens, dim]. Those in int8 are to be multiplied by
-    `scales`, a number a vector."""
+    `scales`, a number per vector."""
 
     data: Any
     scales: Any = msgspec.UNSET
@@ -576,7 +576,7 @@ def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]
 
 
 def _check_task(body: EmbeddingsRequest, task: str) -> None:
-    """Refuses options of one vector a text for other tasks."""
+    """Refuses options of one vector per text for other tasks."""
     given = {
         "late_chunking": bool(body.late_chunking),
         "chunks": body.chunks is not None,
@@ -698,7 +698,7 @@ ROUTES = (
         MultiVectorResponse,
         _SAFETENSORS,
         wanted=Wanted.TOKEN_VECTORS,
-        shown=Shown(Group.EMBED, "Embed texts, one vector a token", _TEXTS),
+        shown=Shown(Group.EMBED, "Embed texts, one vector per token", _TEXTS),
     ),
     post_texts(
         "/pooling",

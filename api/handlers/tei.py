@@ -380,7 +380,7 @@ ROUTES = (
         embed_all,
         list[list[list[float]]],
         wanted=Wanted.TOKEN_VECTORS,
-        shown=Shown(Group.TEI, "Embed texts, one vector a token", _INPUTS),
+        shown=Shown(Group.TEI, "Embed texts, one vector per token", _INPUTS),
     ),
     post_texts(
         "/embed_sparse",

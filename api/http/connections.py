@@ -1,4 +1,4 @@
-"""Clients' connections: who is let in, how long each may stay, and which one makes room when there are too
+"""Clients' connections: who is let in, how long each may stay, and which one is closed when there are too
 many. aiohttp speaks HTTP on them. Limits hold for headers, bodies, reading an answer and idling, not while
 the server works. Every connection that the server ends is counted, and clients that still listen get a 408 or
 503."""

@@ -71,7 +71,7 @@ class GgufFile:
         return self.get(f"{self.architecture}.{key}")
 
     def number(self, key: str) -> Any:
-        """A number about the architecture. Raises ModelLoadError where there is none, or one a layer."""
+        """A number about the architecture. Raises ModelLoadError where there is none, or one per layer."""
         value = self.setting(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelLoadError(f"{self.path} has no number {self.architecture}.{key}, but {value!r}")

@@ -220,7 +220,7 @@ class AnsweringDecoder(torch.nn.Module):
     answer are made, stands in the first row of each sequence in place of the encoder's, and so is pooled as
     a first token is.
 
-    In a packed step, all sequences' decoders run together, one row a sequence, and attend to the encoder's
+    In a packed step, all sequences' decoders run together, one row per sequence, and attend to the encoder's
     rows of their own sequence as the first row of one."""
 
     def __init__(self, model: Any) -> None:

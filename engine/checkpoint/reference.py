@@ -15,8 +15,8 @@ from maxsimd.scheduler import TokenSequence
 
 
 class Reference(Protocol):
-    """The item of one sequence, float32 on the model's device: [1, dim] for tasks with one vector a sequence,
-    [tokens, dim] for tasks with one vector a token."""
+    """The item of one sequence, float32 on the model's device: [1, dim] for tasks with one vector per
+    sequence, [tokens, dim] for tasks with one vector per token."""
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor: ...
 

@@ -3,7 +3,7 @@
 A graph is captured for each of a few sizes and replayed with a step's tokens in its inputs. Rows beyond the
 step's belong to no sequence, and sequences beyond the step's have no rows.
 
-All graphs share the memory of the largest: with 1,024 hidden units in 16 bits 30 KiB a row, 480 MiB for
+All graphs share the memory of the largest: with 1,024 hidden units in 16 bits 30 KiB per row, 480 MiB for
 16,384 rows. The 19 sizes of such a model run seven passes each at load, about a second."""
 
 import logging
@@ -241,7 +241,7 @@ _ALIGNMENT = 512
 
 
 class StaticInputs:
-    """Owns one buffer on the device, filled by one copy a step; `tensors` are views of it by name."""
+    """Owns one buffer on the device, filled by one copy per step; `tensors` are views of it by name."""
 
     def __init__(
         self, fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device

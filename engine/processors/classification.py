@@ -37,7 +37,7 @@ class ClassificationPlan(Plan):
         return f"input[{value}]" if self.pairs is None else self.pairs.input_of(value)
 
     def result(self, values: Values, use_activation: bool = True) -> ClassifyResult:
-        """Makes one row a text: probabilities, or logits without the activation."""
+        """Makes one row per text: probabilities, or logits without the activation."""
         scores = np.array(values.values, dtype=np.float32).reshape(len(values.values), -1)
         if use_activation:
             scores = activate(scores, self.model.probabilities)
@@ -45,7 +45,7 @@ class ClassificationPlan(Plan):
 
 
 class ClassificationProcessor(Processor[EmbedRequest, ClassificationPlan]):
-    """Makes one sequence a text."""
+    """Makes one sequence per text."""
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)

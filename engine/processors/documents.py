@@ -92,7 +92,7 @@ class DocumentToRun(_Document):
 
     @property
     def num_consumers(self) -> int:
-        """Number of times that it uses its query's embedding: once a window."""
+        """Number of times that it uses its query's embedding: once per window."""
         return len(self.windows)
 
     @property

@@ -1,4 +1,4 @@
-"""Embedding: texts and pictures to one vector, one vector a token, weights of words, or an encoding (MUVERA).
+"""Embedding: texts and pictures to one vector, one per token, weights of words, or an encoding (MUVERA).
 
 Late chunking reads a document as one sequence with a vector for each chunk. A token belongs to the chunk
 that holds its first visible character. Pooled tokens before the text go with its first token, those behind
@@ -72,7 +72,7 @@ class EmbeddingPlan(Plan):
         return self.model.tasks[self.task].normalized
 
     def vectors(self, values: Values, dimensions: int | None) -> EmbedResult:
-        """Makes one vector a text, or a chunk."""
+        """Makes one vector per text or chunk."""
         rows = np.concatenate([np.asarray(value) for value in values.values])
         vectors = shorten(rows, dimensions, self._is_normalized)
         return EmbedResult(vectors, self.usage, self.truncated, values.timings)

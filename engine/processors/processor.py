@@ -37,7 +37,7 @@ from maxsimd.scheduler import CachedBatch, ImageJob, ResultSlot, Role, TokenSequ
 # The most lines of one request's explanations, a match or a window each.
 MOST_EXPLAINED = 100_000
 
-# One score a document, float32; NaN for a document without one.
+# One score per document, float32; NaN for a document without one.
 Scores: TypeAlias = NDArray[np.float32]
 
 
@@ -191,7 +191,7 @@ class ScorePlan(Plan):
         return scores
 
     def result(self, values: Values) -> ScoreResult:
-        """Makes one score a document, and caches new ones."""
+        """Makes one score per document, and caches new ones."""
         raw = self.raw_scores(values.values)
         self.cache_scores(raw)
         final = self.final_scores(raw)

@@ -22,7 +22,7 @@ _Shared: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def sparse_scores(
     similarity: str, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
 ) -> torch.Tensor:
-    """Scores pairs of sparse vectors: items [entries, 2], a row a word with its id and its weight.
+    """Scores pairs of sparse vectors: items [entries, 2], a row per word with its id and its weight.
 
     `sparse` is the dot product, `sparse-cosine` the cosine, and `sparse-euclidean` and `sparse-manhattan`
     are distances below 0. Returns float32 [n]."""

@@ -68,7 +68,7 @@ class AttentionBackend(ABC, Generic[M]):
     @abstractmethod
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
         """Attention of each sequence in `layout.shared_groups` to its group's prefix and then to itself.
-        `prefixes` has one entry a group. Writes these rows of `out` [rows, heads, head_dim]."""
+        `prefixes` has one entry per group. Writes these rows of `out` [rows, heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -25,7 +25,7 @@ from maxsimd.engine.ops.triton.launch import blocks_of, is_nvidia, most_blocks
 from maxsimd.pooling.ragged import to_device
 
 _PRECISIONS = (torch.bfloat16, torch.float16)
-# An empty block costs a multiprocessor about half a microsecond: 1,024 a head, with 16 heads, on 132
+# An empty block costs a multiprocessor about half a microsecond: 1,024 per head, with 16 heads, on 132
 # multiprocessors with two at a time, take about 30.
 _QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
 
@@ -35,7 +35,7 @@ class Launch:
     """The sequences of one launch, in `table`: first row, queries, first key and keys, int64 [n, 4].
 
     Their blocks depend on the tile size, and so on the size of heads and the window. They are copied to the
-    device once a step for each tile size: one, unless layers differ."""
+    device once per step for each tile size: one, unless layers differ."""
 
     table: NDArray[np.int64]
     causal: bool

@@ -61,7 +61,7 @@ def test_keys_come_from_options_and_a_file(tmp_path: Path) -> None:
             file.write_bytes(content)
         with pytest.raises(SetupError) as refused:
             ServerState(Engine(), ServerConfig(api_key=("one",), api_key_file=str(file)))
-        expected = f"cannot read keys from '{file}': {reason}; give a readable file with one key a line"
+        expected = f"cannot read keys from '{file}': {reason}; give a readable file with one key per line"
         assert str(refused.value) == expected
 
 
