@@ -157,6 +157,8 @@ class RunnerActor(Actor[RunnerMessage]):
 
     def _without_failed(self, step: Step) -> Step:
         """Leaves out chunks that lack state because an earlier part has failed."""
+        if not self.cut_sequences.have_failed:
+            return step
         chunks = tuple(chunk for chunk in step.chunks if not self.cut_sequences.lacks_state(chunk.sequence))
         num_dropped = len(step.chunks) - len(chunks)
         if not num_dropped:
@@ -472,7 +474,7 @@ class CutSequences:
         """Forgets the sequences and pictures whose state a delivered step has used up. Returns their ids."""
         finished: set[int] = set()
         for chunk in step.chunks:
-            if chunk.is_last:
+            if chunk.is_last and (not chunk.is_first or chunk.sequence.tokens.images):
                 finished |= self._end(chunk)
         return frozenset(finished)
 
@@ -485,6 +487,11 @@ class CutSequences:
             self._failed.setdefault(chunk.sequence.request_id, set()).add(chunk.sequence.sequence_id)
             return frozenset(self._end(chunk))
         return frozenset()
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether parts of open requests have failed."""
+        return bool(self._failed)
 
     def lacks_state(self, sequence: TokenSequence) -> bool:
         """Whether an earlier chunk, the prefix or a picture of a sequence has failed."""

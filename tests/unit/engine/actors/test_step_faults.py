@@ -383,7 +383,9 @@ async def test_nothing_of_a_sequence_runs_after_a_failed_chunk(
 
     monkeypatch.setattr(runner, "forward", fails_on_first_chunks)
     (found,) = await asyncio.gather(engine.score("a", documents, on_error=on_error), return_exceptions=True)
-    await until(lambda: engine.stats() == EngineStats())
+    running: Any = engine._running
+    cut_sequences = running._actors._cut_sequences
+    await until(lambda: engine.stats() == EngineStats() and not cut_sequences.have_failed)
     monkeypatch.undo()
     if on_error == "report":
         assert set(found.errors) == {0, 2}
