@@ -1,7 +1,7 @@
 // Live figures of the server, from /metrics.
 
 const HISTORY = 60; // readings, one every two seconds
-const history_ = new Map();
+const readings = new Map();
 let lastReading = null;
 
 function parseMetrics(text) {
@@ -79,8 +79,8 @@ async function readMetrics() {
 }
 
 function figureOf(name, meaning, unit, value, digits) {
-  const past = [...(history_.get(name) ?? []), value].slice(-HISTORY);
-  history_.set(name, past);
+  const past = [...(readings.get(name) ?? []), value].slice(-HISTORY);
+  readings.set(name, past);
   const most = Math.max(...past, 10 ** -digits);
   const place = (each, i) => `${((i + HISTORY - past.length) / (HISTORY - 1)) * 100},${30 - (each / most) * 28}`;
   const points = past.flatMap((each, i) => (each === null ? [] : [place(each, i)])).join(" ");

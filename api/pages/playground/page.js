@@ -81,13 +81,15 @@ async function take(files) {
 
 // ---- models
 
-async function findModels() {
+// With `again`, the documents are only ranked again if other models can rank them.
+async function findModels({ again = false } = {}) {
   try {
     const { found } = await request("v1/models");
+    const before = columns.map((column) => column.model).join();
     cards = found.data;
     showModels();
-    if (cards.some((card) => card.state === "loading")) setTimeout(findModels, 2000);
-    changed();
+    if (cards.some((card) => card.state === "loading")) setTimeout(() => findModels({ again: true }), 2000);
+    if (!again || before !== columns.map((column) => column.model).join()) changed();
   } catch (error) {
     $("model").textContent = error.retryAfter ? error.message : "";
     if (error.retryAfter) setTimeout(findModels, 2000);
@@ -158,7 +160,12 @@ function changed() {
   const notice = $("notice");
   notice.hidden = !isFromLink;
   notice.textContent = isFromLink ? "Opened from a link. Nothing has been sent yet: look at the documents, then press Rank." : "";
-  for (const column of columns) column.setStale(true);
+  for (const column of columns) {
+    if (column.pending) column.say("");
+    column.stop();
+    column.setStale(true);
+  }
+  arranged();
   keep();
   clearTimeout(timer);
   if (!isLong && !isFromLink) timer = setTimeout(ask, 250);
@@ -217,7 +224,7 @@ for (const name of ["normalize", "long"]) $(name).addEventListener("change", cha
 for (const name of ["choice", "rival"]) $(name).addEventListener("change", () => { arrangeColumns(); changed(); });
 $("documents").addEventListener("input", () => { $("unread").textContent = ""; changed(); });
 $("held").querySelector("button").addEventListener("click", () => { hold(null); changed(); });
-$("key").addEventListener("change", findModels);
+$("key").addEventListener("change", () => findModels());
 $("input").addEventListener("submit", (event) => {
   event.preventDefault();
   isFromLink = false;

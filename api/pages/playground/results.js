@@ -92,8 +92,10 @@ class Column {
     try {
       return await request("rerank", this.explains ? { ...body, explain: true } : body, signal);
     } catch (error) {
-      if (!this.explains || error.status !== 400 || error.param !== "explain") throw error;
-      this.explains = false; // not with this model
+      const isLack = error.status === 400 && error.param === "explain"; // of the model
+      const isLarge = error.status === 413 && error.detail.startsWith("explain");
+      if (!this.explains || !(isLack || isLarge)) throw error;
+      this.explains = !isLack;
       return request("rerank", body, signal);
     }
   }
