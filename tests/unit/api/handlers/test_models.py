@@ -78,15 +78,16 @@ class LoadingEngines:
     """One model, which is loaded once it may be."""
 
     def __init__(self) -> None:
-        self.may_load, self.num_cleared = asyncio.Event(), 0
+        self.has_begun, self.may_load, self.num_cleared = asyncio.Event(), asyncio.Event(), 0
         self.facts = SimpleNamespace(how_it_runs="")
         self.death = None
 
     async def start(self) -> None:
+        self.has_begun.set()
         await self.may_load.wait()
 
     async def load(self, *_: Any) -> None:
-        await self.may_load.wait()
+        await self.start()
 
     def state(self, name: str) -> str:
         return "ok"
@@ -112,7 +113,7 @@ async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(is_f
     engines: Any = LoadingEngines()
     models = SeveralModels(engines, [setup], Loadable([setup], None, EngineConfig()), grace=0)
     loading = asyncio.create_task(models.start() if is_first else models.load("a"))
-    await asyncio.sleep(0.01)
+    await engines.has_begun.wait()
     await models.clear_cache()
     engines.may_load.set()
     await loading
