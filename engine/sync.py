@@ -104,6 +104,8 @@ class SyncEngine:
     def __init__(
         self, config: EngineConfig | str | None = None, *, progress: bool = True, **options: Any
     ) -> None:
+        """Takes a configuration, or a model's folder or hub id and the options of an `EngineConfig`. Without
+        `progress` no bar is shown."""
         self._engine = Engine(config, **options)
         self._progress = progress
         # Process id of the last start.
