@@ -24,7 +24,7 @@ MEANINGS = {
     "score_threshold": "Leaves out documents with a lower score. None leaves out none.",
     "truncation": '"cut" truncates texts that are too long for the model, and counts them in '
     '`truncated`. "error" raises InvalidRequestError. "window" reads long documents through overlapping '
-    "windows. A `Truncation` says it in full, with lengths in tokens.",
+    "windows, and truncates other texts. A `Truncation` says it in full, with lengths in tokens.",
     "use_activation": "Whether a classifier's activation, such as sigmoid, is applied. False returns "
     "logits. Other models have none.",
     "normalize": "Whether scores are from 0 to 1: classifiers' probabilities, cosines cut off at 0, and "
@@ -49,7 +49,7 @@ MEANINGS = {
     'windows, token counts, cache hits. "maps" adds the similarity of each query token to each token of '
     "a document, or to each patch of a picture.",
     "input_type": '"query" or "document": reads texts as the checkpoint reads these, with its prompt and '
-    "lengths. None reads them as they are.",
+    "lengths. None uses its default prompt, if it has one.",
     "prompt_name": "The name of one of the checkpoint's prompts, which is put before the texts. "
     "InvalidRequestError for an unknown one.",
     "dimensions": "The columns to return, the first ones (matryoshka): from 1 to the model's dim. None "
