@@ -211,6 +211,8 @@ _INT = Struct("i")
 _UPGRADE, _NO_UPGRADE = re.compile(rb"\r\n(?i:upgrade):"), b"\r\nxpgrade:"
 # The parser may keep bytes behind 32 requests. Fewer than this are parsed for certain.
 _MANY_REQUESTS = 16
+# The lines around chunks may take a byte for so many of the body, beside a piece that is free.
+_BYTES_A_FRAME, _LAST_CHUNK = 2, b"\r\n0\r\n\r\n"
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _RESET = Struct("ii").pack(1, 0)
 
@@ -241,6 +243,9 @@ class Connection(web.RequestHandler):
         self._parsed: StreamReader = EMPTY_PAYLOAD
         self._last_bytes = b""
         self._held_back = False
+        # Bytes received since that body began, and whether it was refused for its chunks.
+        self._body_received = 0
+        self._has_tiny_chunks = False
         self._phase = Phase.HEADERS
         self._deadline = _NEVER
         self._timer: asyncio.TimerHandle | None = None
@@ -278,12 +283,36 @@ class Connection(web.RequestHandler):
             self._received += len(data)
             if self._phase is Phase.IDLE:
                 self._enter(Phase.HEADERS, self._config.header_seconds)
+        for start in range(0, max(1, len(data)), PIECE):
+            if not self._has_tiny_chunks:
+                self._parse(data[start : start + PIECE])
+        if self._has_tiny_chunks and data.endswith(_LAST_CHUNK):
+            self._refuse_chunks()
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(self._without_upgrade(data))
+        self._body_received += len(data)
         if self._messages:
-            self._parsed = self._messages[-1][1]
+            if self._parsed is not self._messages[-1][1]:
+                self._parsed, self._body_received = self._messages[-1][1], 0
             self._held_back |= len(self._messages) >= _MANY_REQUESTS
         if self._phase is Phase.BODY and self._is_malformed():
             self._fail_body(malformed_request(None))
+        # Each chunk takes a microsecond, however small.
+        body = self._parsed.total_bytes
+        if not self._parsed.is_eof() and self._body_received > body + body // _BYTES_A_FRAME + PIECE:
+            self._has_tiny_chunks = True
+            # Clients that are still sending would not see an answer.
+            self._loop.call_later(_LINGERING_SECONDS, self._refuse_chunks)
+
+    def _refuse_chunks(self) -> None:
+        """Fails the body, whose rest is not parsed."""
+        if not self._is_gone and self._parsed.exception() is None:
+            failure = malformed("the body comes in tiny chunks; send at least 16 bytes in each")
+            if self._phase is Phase.BODY:
+                self._fail_body(failure)
+            else:
+                self._parsed.set_exception(failure)
 
     def _without_upgrade(self, data: bytes) -> bytes:
         """Renames `Upgrade` in the head of a request, never in a body. Skips this if the parser may hold back

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from maxsimd.api.answer import ApiError
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.http import connections
 from maxsimd.api.http.connections import Connection, ConnectionTable, Phase
@@ -136,6 +137,21 @@ async def test_upgrade_is_renamed_in_heads_and_never_in_bodies(room: Room) -> No
         assert [message.upgrade for message, _ in connection._messages] == upgrades, parts
         for _, body in connection._messages:
             assert await body.read() in (b"", text)
+        connection.forget()
+
+
+async def test_bodies_in_tiny_chunks_are_refused(room: Room) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for size, count, is_refused in ((1, 40_000, True), (16, 16_000, False)):
+        connection = Connection(web.Server(Mock()), room.table, asyncio.get_running_loop())
+        chunk = b"%x\r\n%b\r\n" % (size, b"w" * size)
+        connection.data_received(head + count * chunk + b"0\r\n\r\n")
+        [(_, body)] = connection._messages
+        if is_refused:
+            with pytest.raises(ApiError, match="tiny chunks; send at least 16 bytes"):
+                await body.read()
+        else:
+            assert len(await body.read()) == count * size
         connection.forget()
 
 
