@@ -1,28 +1,24 @@
 // The heat map of late interaction: the similarity of each query token to each document token.
 
 const MOST_CELLS = 200_000;
+const MOST_BETWEEN = 40; // code units from one token to the next, as of spaces and punctuation
 const map = { full: null, rows: [], columns: [], values: [], row: 0, column: 0, opened: 0 };
 
-async function vectorsOf(model, text, input_type) {
-  const body = { ...(model === null ? {} : { model }), input: [text], input_type, encoding_format: "base64" };
-  const { found } = await request("v1/multi-vector", body);
-  return found.data[0].embeddings;
-}
-
-const floatsOf = (base64) => new Float32Array(Uint8Array.from(atob(base64), (character) => character.charCodeAt(0)).buffer);
-
-// The tokens behind a document's vectors. They are scored as a query for their own document, in which each
-// matches itself best.
-async function tokensOf(model, embedding, shape, text) {
-  const body = {
-    ...(model === null ? {} : { model }), queries: [{ embedding, dtype: "float32", shape }], documents: [text], explain: true,
-  };
-  const { found } = await request("score", body);
-  const tokens = new Array(shape[0]).fill(null);
-  for (const match of found.data[0].explanation.matches) {
-    tokens[match.document_row] = { name: match.document_token, span: match.document_span };
-  }
-  return tokens.map((token) => token ?? { name: "…", span: null });
+// Tokens with their spans in the text, in code points. Each is looked for behind the one before it; markers are
+// not there. Parts of one character have its span.
+function placed(text, names) {
+  let [end, characters, last] = [0, 0, null];
+  return names.map((name) => {
+    const at = name ? text.indexOf(name, end) : -1;
+    if (at >= 0 && at - end <= MOST_BETWEEN) {
+      const start = characters + Array.from(text.slice(end, at)).length;
+      characters = start + Array.from(name).length;
+      end = at + name.length;
+      last = { name, span: [start, characters] };
+      return last;
+    }
+    return last?.name === name ? last : { name, span: null };
+  });
 }
 
 async function openMap(column, result) {
@@ -32,31 +28,17 @@ async function openMap(column, result) {
   const text = passage ? Array.from(result.text).slice(...passage).join("") : result.text;
   $("map-title").textContent = ["Heat map", passage && "the best window", model].filter(Boolean).join(" · ");
   $("map-document").textContent = text.length > 160 ? `${text.slice(0, 160)}…` : text;
-  $("map-cell").textContent = "Reading the vectors of the query and the document";
+  $("map-cell").textContent = "Comparing the tokens of the query and the document";
   map.full = null;
   drawMap();
   $("map").showModal();
   try {
-    const [query, embedding] = await Promise.all([
-      vectorsOf(model, asked.query, "query"), vectorsOf(model, text, "document"),
-    ]);
-    const matches = result.explanation.matches;
-    const [q, d] = [floatsOf(query), floatsOf(embedding)];
-    const dim = q.length / matches.length;
-    const count = d.length / dim;
-    if (!Number.isInteger(dim) || !Number.isInteger(count)) throw new Problem("This query is read in several parts, which have no heat map");
-    if (matches.length * count > MOST_CELLS) throw new Problem("This document is too long for a heat map");
-    const tokens = await tokensOf(model, embedding, [count, dim], text);
+    const body = { queries: [asked.query], documents: [text], explain: "maps", ...(model === null ? {} : { model }) };
+    const { matches, similarities, document_tokens } = (await request("score", body)).found.data[0].explanation;
     if (opened !== map.opened) return;
-    const values = matches.map((_, i) =>
-      Float32Array.from({ length: count }, (_, j) => {
-        let sum = 0;
-        for (let k = 0; k < dim; k++) sum += q[i * dim + k] * d[j * dim + k];
-        return sum;
-      }),
-    );
+    if (similarities.length * document_tokens.length > MOST_CELLS) throw new Problem("This document is too long for a heat map");
     const rows = matches.map((match) => ({ name: match.query_token, span: match.query_span }));
-    map.full = { query: asked.query, text, rows, columns: tokens, values };
+    map.full = { query: asked.query, text, rows, columns: placed(text, document_tokens), values: similarities };
     $("map-cell").textContent = "Point at a cell, or move with the arrow keys.";
     layMap();
   } catch (error) {
