@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -434,7 +434,8 @@ def spans_of(encoding: Encoding, start: int) -> Spans:
     # One by one, because `offsets` would hold the lock for all tokens.
     spans = np.empty((len(encoding), 2), dtype=np.int32)
     for part in in_turn(len(encoding)):
-        spans[part] = [encoding.token_to_chars(i) for i in range(*part.indices(len(encoding)))]
+        found = [encoding.token_to_chars(i) for i in range(*part.indices(len(encoding)))]
+        spans[part] = cast("list[tuple[int, int]]", found)  # each token has characters
     return spans + np.int32(start)
 
 
