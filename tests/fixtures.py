@@ -17,7 +17,7 @@ from hypothesis import settings
 from maxsimd.api.process import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine.device.host import give_back_memory, usable_cores
-from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import Build, SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
 
@@ -102,6 +102,13 @@ stanford_colbert = _path_of(late_interaction.stanford)
 stanford_colbert_attending = _path_of(partial(late_interaction.stanford, attend=True))
 native_multi_vector = _path_of(late_interaction.native)
 qwen3_embedding = _path_of(bi_encoders.qwen3)
+bge = _path_of(bi_encoders.bge)
+bge_m3 = _path_of(bi_encoders.bge_m3)
+gte = _path_of(bi_encoders.gte)
+listwise = _path_of(language_models.jina_reranker_v3)
+qwen3_reranker = _path_of(language_models.qwen3_reranker)
+opensearch = _path_of(sparse_encoders.opensearch_v3)
+splade = _path_of(sparse_encoders.splade)
 
 
 @pytest.fixture

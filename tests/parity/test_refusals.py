@@ -112,6 +112,10 @@ def _pictures_moved(folder: Path) -> None:
     _in_place(template, "<Query>:", "{% set d = messages[-1] %}{{ parts(d) }}<Query>:")(folder)
 
 
+def _both(*edits: Edit) -> Edit:
+    return lambda folder: [edit(folder) for edit in edits]
+
+
 def _layer(what: Any) -> Edit:
     return lambda folder: torch.save(what, folder / "sparse_linear.pt")
 
@@ -222,6 +226,11 @@ _SPARSE: list[Case] = [
     *[
         (bi_encoders.bge_m3, None, {"score_type": kind}, "allow_pickle=True")
         for kind in ("sparse", "hybrid", "late-interaction")
+    ],
+    *[
+        (bi_encoders.bge_m3, _both(converted, removed("*.pt"), removed("colbert_linear.*")),
+         {"score_type": kind}, "has no colbert_linear")
+        for kind in ("hybrid", "late-interaction")
     ],
     (bi_encoders.bge_m3, _pooled_by_mean, {"allow_pickle": True}, "pools mean"),
     *[
@@ -366,10 +375,6 @@ _SECOND = "model-00002-of-00002.safetensors"
 _ADAPTER = partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"])
 
 
-def _both(*edits: Edit) -> Edit:
-    return lambda folder: [edit(folder) for edit in edits]
-
-
 def _pickled(content: bytes) -> Edit:
     return _both(removed("*.safetensors"), lambda folder: (folder / "pytorch_model.bin").write_bytes(content))
 
@@ -455,6 +460,22 @@ _DAMAGED: list[Case] = [
             ("tokenizer_class", "XLMRobertaTokenizer", "its tokenizer cannot be read .* tokenizer_conf"),
         )
     ],
+    *[
+        (_BERT, written(file, text), {}, rf"{re.escape(file)} of .* {message}")
+        for file, message, texts in (
+            (f"{_WHOLE}.index.json", "has no map of weights", ("[]", "{", '{"weight_map": 3}', "{}")),
+            (f"{_WHOLE}.index.json", "names .* no safetensors file",
+             [json.dumps({"weight_map": {"a": file}})
+              for file in ("pytorch_model.bin", f"../{_WHOLE}", f"folder/{_WHOLE}")]),
+            ("config.json", "is not JSON: Expecting property name", ("{",)),
+            ("config.json", "is not JSON: maximum recursion depth", ("[" * 100_000,)),
+            ("config.json", "is no JSON object", ("[1]",)),
+            ("config.json", "has no model_type", ('{"architectures": 5}',)),
+            ("config_sentence_transformers.json", "is no", ('"x"',)),
+            ("modules.json", "is no list of modules", ("[3]", '{"0": {}}')),
+        )
+        for text in texts
+    ],
     (_BERT, settings(hidden_act="no"), {}, "config.json sets hidden_act to 'no', which"),
     (cross_encoders.modernbert, without_settings("pad_token_id"), {}, "a pad_token_id beyond its vocab_size"),
     (_BERT, lambda folder: (folder / _WHOLE).rename(folder / "Model.safetensors"), {},
@@ -482,6 +503,18 @@ _SETTINGS: list[Case] = [
     (_BERT, None, {"score_label": "yes"}, "for classifiers of several labels"),
     (partial(_BERT, labels=2), None, {"score_label": "yes"}, "one of: LABEL_0, LABEL_1"),
     (late_interaction.pylate_modernbert, _without_dense, {}, "modules.json .* would add a random one"),
+    # Adapters are woven into its weights, and its code is not run.
+    (late_interaction.jina_colbert_v2, settings(lora_adaptations=["retrieval.query"]), {},
+     "jina-embeddings-v3-hf"),
+    *[
+        (bi_encoders.gte, None, options, message)
+        for options, message in (
+            ({"score_type": "cross-encoder"}, "no classifier"),
+            ({"dimensions": 1000}, "dimensions=1000 is more"),
+            ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
+            ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
+        )
+    ],
     (partial(_BERT, labels=2), settings(id2label={"0": "x", "1": "x"}), {"score_label": "x"}, "'x' twice"),
     (late_interaction.native, settings("1_Dense/config.json", activation_function="mypkg.Act"), {},
      r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
@@ -569,10 +602,10 @@ def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: 
     assert "old/config.json of" in str(damage_of(str(tmp_path)))
 
 
-def test_unreadable_files_are_named(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     can, file = os.access, "tokenizer.json"
     monkeypatch.setattr(os, "access", lambda path, mode: file not in str(path) and can(path, mode))
-    said = refusal(checkpoints(cross_encoders.bert))
+    said = refusal(bert_cross_encoder)
     assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", said), said
 
 
@@ -643,9 +676,7 @@ def test_a_file_that_is_no_such_gguf_file_is_refused(tmp_path: Path) -> None:
     assert "not finite in its tensor embeddings.LayerNorm.weight" in refusal(path, dtype="float32")
 
 
-def test_without_the_package_for_gguf_it_says_what_to_install(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_to_install_gguf(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints(gguf_models.qwen3)
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'maxsimd[gguf]'" in refusal(path)
@@ -667,8 +698,8 @@ def test_half_of_an_adapters_base_is_refused(checkpoints: SharedCheckpoints, tmp
     assert "is for lm_head, whose weights are also another layer's" in refusal(adapter)
 
 
-def test_two_sparse_are_refused(checkpoints: SharedCheckpoints, changed: Changed, tmp_path: Path) -> None:
-    routes = [list(SparseEncoder(checkpoints(sparse_encoders.splade), device="cpu")) for _ in range(2)]
+def test_two_sparse_are_refused(splade: str, changed: Changed, tmp_path: Path) -> None:
+    routes = [list(SparseEncoder(splade, device="cpu")) for _ in range(2)]
     router = Router.for_query_document(query_modules=routes[0], document_modules=routes[1])
     SparseEncoder(modules=[router], device="cpu").save_pretrained(str(tmp_path / "two"))
     assert "by two models" in refusal(tmp_path / "two")
@@ -677,12 +708,6 @@ def test_two_sparse_are_refused(checkpoints: SharedCheckpoints, changed: Changed
     torch.save({"weight": torch.ones(WORDS)}, static / "pytorch_model.bin")
     (static / "model.safetensors").unlink()
     assert "allow_pickle" in refusal(path)
-
-
-def test_a_layer_of_bge_m3_is_missed_where_it_is_needed(changed: Changed) -> None:
-    path = changed(bi_encoders.bge_m3, converted, removed("*.pt"), removed("colbert_linear.*"))
-    for kind in ("hybrid", "late-interaction"):
-        assert "has no colbert_linear" in refusal(path, score_type=kind)
 
 
 def test_wide_mt5_with_other_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -738,6 +763,10 @@ def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pyt
     written("config.json", '{"model_type": "nothing", "architectures": ["NothingModel"]}')(tmp_path)
     message = refusal(tmp_path)
     assert "NothingModel" in message
+    written("config.json", '{"model_type": "newer", "auto_map": {"AutoModel": "modeling.NewModel"}}')(
+        tmp_path
+    )
+    assert re.search(r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')", refusal(tmp_path))
     assert all(name in message for row in SUPPORTED for name in row.architectures if name != "*")
     monkeypatch.setattr("maxsimd.engine.checkpoint.library.CONFIG_MAPPING", {})
     version = re.escape(transformers.__version__)

@@ -42,9 +42,7 @@ def _pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def test_pickled_weights_are_refused_unless_they_are_allowed(
-    cross_encoder: Path, tmp_path: Path, checkpoints: SharedCheckpoints
-) -> None:
+def test_pickles_need_permission(cross_encoder: Path, tmp_path: Path, checkpoints: SharedCheckpoints) -> None:
     _pickle(cross_encoder)
     with pytest.raises(ModelLoadError, match="allow_pickle=True"):
         _load(cross_encoder)
@@ -70,72 +68,11 @@ async def test_files_that_change_after_they_are_read_change_nothing(cross_encode
         assert (await engine.score("a", ["b", "c"])).scores == before.scores
 
 
-def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: SharedCheckpoints) -> None:
-    folder = checkpoints.copy(late_interaction.jina_colbert_v2, tmp_path / "model")
-    assert "auto_map" in json.loads((folder / "config.json").read_text())
-    assert type(_load(folder).backbone).__name__ == "JinaEmbeddingsV3Model"
-    change_config(folder, lora_adaptations=["retrieval.query"])
-    with pytest.raises(ModelLoadError, match="jina-embeddings-v3-hf"):  # adapters are woven into its weights
-        _load(folder)
-
-
-def test_settings_that_a_model_cannot_take_are_refused(checkpoints: SharedCheckpoints) -> None:
-    for settings, message in (
-        ({"score_type": "cross-encoder"}, "no classifier"),
-        ({"dimensions": 1000}, "dimensions=1000 is more"),
-        ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
-        ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
-        ({"folder": "/no/such/folder"}, "no folder"),
-    ):
-        with pytest.raises(ModelLoadError, match=message):
-            _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
-
-
-async def test_the_query_prompt_replaces_the_checkpoints(checkpoints: SharedCheckpoints) -> None:
-    model = checkpoints(bi_encoders.bge)
-    async with Engine(EngineConfig(model=model, dtype="float32", query_prompt="query: ")) as engine:
+async def test_the_query_prompt_replaces_the_checkpoints(bge: str) -> None:
+    async with Engine(EngineConfig(model=bge, dtype="float32", query_prompt="query: ")) as engine:
         ours = (await engine.embed(["why"], input_type="query")).embeddings
         written = (await engine.embed(["query: why"])).embeddings
     assert ours == pytest.approx(written, abs=1e-6)
-
-
-_INDEX, _OF_LIBRARY = "model.safetensors.index.json", "config_sentence_transformers.json"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        *((_INDEX, index, "has no map of weights") for index in ("[]", "{", '{"weight_map": 3}', "{}")),
-        *(
-            (_INDEX, json.dumps({"weight_map": {"a": file}}), r"index\.json .* names .* no safetensors file")
-            for file in ("pytorch_model.bin", "../model.safetensors", "folder/model.safetensors")
-        ),
-        (
-            "config.json",
-            {"model_type": "newer", "auto_map": {"AutoModel": "modeling.NewModel"}},
-            r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')(?=.*\*ForSequenceClassification)",
-        ),
-        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by gptq"),
-        ("config.json", "{", r"^config\.json of '.*' is not JSON: Expecting property name"),
-        ("config.json", "[" * 100_000, r"^config\.json of '.*' is not JSON: maximum recursion depth"),
-        ("config.json", "[1]", r"^config\.json of '.*' is no JSON object"),
-        ("config.json", '{"architectures": 5}', r"^config\.json of '.*' has no model_type"),
-        (_OF_LIBRARY, '"x"', r"^config_sentence_transformers\.json of '.*' is no"),
-        *(
-            ("modules.json", each, r"^modules\.json of '.*' is no list of modules")
-            for each in ("[3]", '{"0": {}}')
-        ),
-    ],
-)
-def test_files_that_make_no_sense_are_refused_by_name(
-    cross_encoder: Path, name: str, content: str | dict[str, Any], message: str
-) -> None:
-    if isinstance(content, dict):
-        change_config(cross_encoder, **content)
-    else:
-        (cross_encoder / name).write_text(content)
-    with pytest.raises(ModelLoadError, match=message):
-        _load(cross_encoder)
 
 
 def test_a_tokenizer_without_words_is_refused(cross_encoder: Path) -> None:
@@ -173,9 +110,7 @@ BUILDS = [
 
 
 @pytest.fixture(scope="module")
-def with_extra_token(
-    checkpoints: SharedCheckpoints, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Build], str]:
+def with_extra_token(checkpoints: SharedCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Checkpoints with one token too many in their tokenizers, which no test may change."""
     folder = tmp_path_factory.mktemp("extra")
 
@@ -237,9 +172,7 @@ async def test_a_text_with_such_a_token_is_refused(
         assert "tokens" in await caller.json("/tokenize", {"text": EXTRA})
 
 
-async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
-    with_extra_token: Callable[[Build], str], tmp_path: Path
-) -> None:
+async def test_extra_tokens_are_refused(with_extra_token: Callable[[Build], str], tmp_path: Path) -> None:
     folder = shutil.copytree(with_extra_token(bi_encoders.qwen3), tmp_path / "copy")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
