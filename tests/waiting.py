@@ -1,8 +1,10 @@
 """Waiting for what other threads and processes do, and a clock that a test holds."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 class Clock:
@@ -10,6 +12,25 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Pause:
+    """A place in a call where its thread waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+
+    def here(self, *_: object) -> None:
+        self.is_there.set()
+        assert self.may_go_on.wait(120)
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+
+        def paused(*given: Any, **named: Any) -> Any:
+            self.here()
+            return function(*given, **named)
+
+        return paused
 
 
 async def until(condition: Callable[[], bool]) -> None:

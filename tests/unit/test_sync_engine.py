@@ -15,19 +15,11 @@ import pytest
 
 from maxsimd.engine import EngineNotReadyError, RequestFailedError, SyncEngine
 from maxsimd.engine import engine as engine_module
-from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load as load_module
-from tests.checkpoints import bi_encoders
-from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program
-from tests.waiting import wait_for
+from tests.waiting import Pause, wait_for
 
 TEXTS = [f"the text with the number {i}" for i in range(20)]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(bi_encoders.bge)
 
 
 def new_engine(model: str) -> SyncEngine:
@@ -42,9 +34,9 @@ def _interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_when(event: threading.Event) -> threading.Thread:
+def interrupt_at(pause: Pause) -> threading.Thread:
     def press() -> None:
-        event.wait(60)
+        pause.is_there.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=press)
@@ -52,23 +44,15 @@ def interrupt_when(event: threading.Event) -> threading.Thread:
     return thread
 
 
-def test_an_interrupted_start_can_be_repeated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, before = new_engine(model), threading.active_count()
-    loading, may_go_on = threading.Event(), threading.Event()
-    load_model = load_module.load_model
-
-    def load_slowly(*arguments: Any) -> LoadedModel:
-        loading.set()
-        may_go_on.wait(60)
-        return load_model(*arguments)
-
+def test_an_interrupted_start_can_be_repeated(bge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, before, pause = new_engine(bge), threading.active_count(), Pause()
     with monkeypatch.context() as slow:
-        slow.setattr(load_module, "load_model", load_slowly)
-        pressing = interrupt_when(loading)
+        slow.setattr(load_module, "load_model", pause.before(load_module.load_model))
+        pressing = interrupt_at(pause)
         with pytest.raises(KeyboardInterrupt):
             engine.start()
         pressing.join()
-        may_go_on.set()
+        pause.may_go_on.set()
     with pytest.raises(EngineNotReadyError, match="not running"):
         engine.score("query", TEXTS)
     with engine:
@@ -76,26 +60,21 @@ def test_an_interrupted_start_can_be_repeated(model: str, monkeypatch: pytest.Mo
     wait_for(lambda: threading.active_count() == before)
 
 
-def test_an_interrupted_call_leaves_the_engine_to_others(model: str) -> None:
-    began, may_go_on = threading.Event(), threading.Event()
-
-    def stop_here(done: int, total: int) -> None:
-        began.set()
-        may_go_on.wait(60)
-
-    with new_engine(model) as engine:
-        pressing = interrupt_when(began)
+def test_an_interrupted_call_leaves_the_engine_to_others(bge: str) -> None:
+    pause = Pause()
+    with new_engine(bge) as engine:
+        pressing = interrupt_at(pause)
         with pytest.raises(KeyboardInterrupt):
-            engine.score("query", TEXTS, progress=stop_here)
+            engine.score("query", TEXTS, progress=pause.here)
         pressing.join()
-        may_go_on.set()
+        pause.may_go_on.set()
         assert len(engine.score("query", TEXTS).scores) == 20
         wait_for(lambda: engine.stats().requests == 0)
 
 
-def test_several_threads_may_close_it_at_once(model: str) -> None:
+def test_several_threads_may_close_it_at_once(bge: str) -> None:
     for _ in range(3):
-        engine = new_engine(model).start()
+        engine = new_engine(bge).start()
         with ThreadPoolExecutor(8) as threads:
             scores = [threads.submit(engine.score, "query", TEXTS) for _ in range(3)]
             closes = [threads.submit(engine.close) for _ in range(5)]
@@ -108,29 +87,28 @@ def test_several_threads_may_close_it_at_once(model: str) -> None:
             engine.score("query", TEXTS)
 
 
-def test_a_close_waits_for_results_that_are_being_made(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    making, may_go_on = threading.Event(), threading.Event()
+def test_a_close_waits_for_results_that_are_being_made(bge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause = Pause()
 
     async def make_slowly(size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        making.set()
-        await asyncio.to_thread(may_go_on.wait, 60)
+        await asyncio.to_thread(pause.here)
         return function(*arguments, **options)
 
     monkeypatch.setattr(engine_module, "run_in_thread_if_large", make_slowly)
-    engine = new_engine(model).start()
+    engine = new_engine(bge).start()
     with ThreadPoolExecutor(2) as threads:
         score = threads.submit(engine.score, "query", TEXTS)
-        making.wait(60)
+        pause.is_there.wait(60)
         close = threads.submit(engine.close)
         wait_for(lambda: not engine._engine.is_healthy)
         assert not wait([close], 0.3).done
-        may_go_on.set()
+        pause.may_go_on.set()
         assert len(score.result(60).scores) == 20
         close.result(60)
 
 
-def test_a_stream_may_be_left_after_a_close(model: str) -> None:
-    engine = new_engine(model).start()
+def test_a_stream_may_be_left_after_a_close(bge: str) -> None:
+    engine = new_engine(bge).start()
     with engine.stream("query", TEXTS) as stream:
         engine.close()
         with pytest.raises(EngineNotReadyError, match="not running"):
@@ -146,8 +124,8 @@ def test_a_stream_may_be_left_after_a_close(model: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["score", "close", "start", "clear_cache"])
-def test_a_call_from_its_own_progress_is_refused(model: str, call: str) -> None:
-    with new_engine(model) as engine:
+def test_a_call_from_its_own_progress_is_refused(bge: str, call: str) -> None:
+    with new_engine(bge) as engine:
         arguments = {"score": ("query", TEXTS)}.get(call, ())
 
         def progress(done: int, total: int) -> None:
@@ -159,8 +137,8 @@ def test_a_call_from_its_own_progress_is_refused(model: str, call: str) -> None:
         assert len(engine.score("query", TEXTS).scores) == 20
 
 
-def test_a_close_waits_for_a_start_in_another_thread(model: str) -> None:
-    engine = new_engine(model)
+def test_a_close_waits_for_a_start_in_another_thread(bge: str) -> None:
+    engine = new_engine(bge)
     with ThreadPoolExecutor(2) as threads:
         start = threads.submit(engine.start)
         wait_for(lambda: engine._thread is not None or start.done())
@@ -216,10 +194,10 @@ atexit._run_exitfuncs()
 """
 
 
-def test_an_engine_made_before_a_fork_runs_and_one_started_is_refused(model: str, tmp_path: Path) -> None:
+def test_an_engine_made_before_a_fork_runs_and_one_started_is_refused(bge: str, tmp_path: Path) -> None:
     # The end is an interpreter's, which copies of a process that has imported everything do not have.
     program = tmp_path / "forks.py"
-    program.write_text(FORKS.replace("MODEL", repr(model)))
+    program.write_text(FORKS.replace("MODEL", repr(bge)))
     done = Program([], program).run()
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -272,8 +250,8 @@ UNFINISHED = r"(stopping with \d requests unfinished when the grace is over\n)?"
 
 
 @pytest.mark.parametrize(("program", "out", "said"), [(ENDS, "", UNFINISHED), (GIVES_UP, "", "")])
-def test_a_process_ends_beside_daemons_and_loads(model: str, program: str, out: str, said: str) -> None:
-    command = [sys.executable, "-c", program.replace("MODEL", repr(model))]
+def test_a_process_ends_beside_daemons_and_loads(bge: str, program: str, out: str, said: str) -> None:
+    command = [sys.executable, "-c", program.replace("MODEL", repr(bge))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, out), done.stderr
     assert re.fullmatch(said, done.stderr)

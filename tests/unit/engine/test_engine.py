@@ -19,17 +19,15 @@ from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, SyncEngi
 from maxsimd.engine.metrics import DeviceStats, EngineStats
 from maxsimd.engine.processors.dual_encoder import DualEncoderPlan
 from maxsimd.scheduler import Step
-from tests.checkpoints import bi_encoders, language_models
-from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines, held_steps
-from tests.waiting import until
+from tests.waiting import Pause, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
-def config(checkpoints: SharedCheckpoints) -> EngineConfig:
-    return EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32", max_batch_tokens=256)
+def config(gte: str) -> EngineConfig:
+    return EngineConfig(model=gte, dtype="float32", max_batch_tokens=256)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -52,8 +50,7 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
     long = "word " * 600 + "paris"
     by_name = await engine.score("paris", long, truncation="window", cache="bypass")
     in_full = await engine.score("paris", long, truncation=WINDOW_LONG, cache="bypass")
-    assert by_name.scores == in_full.scores
-    assert by_name.truncated == 0
+    assert (by_name.scores, by_name.truncated) == (in_full.scores, 0)
     with pytest.raises(errors.InvalidRequestError, match=r"'cut off' is not known; use cut, error, window"):
         await engine.score("paris", long, truncation="cut off")  # type: ignore[arg-type]
 
@@ -106,29 +103,19 @@ async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineC
         await engine.rerank("query", texts)
 
 
-async def test_a_stop_waits_until_explanations_are_made(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may_end = asyncio.Semaphore(0), threading.Event()
-    explain, loop = DualEncoderPlan.explanations, asyncio.get_running_loop()
-
-    def slow(*given: Any) -> Any:
-        loop.call_soon_threadsafe(begun.release)
-        may_end.wait(60)
-        return explain(*given)
-
-    monkeypatch.setattr(DualEncoderPlan, "explanations", slow)
-    engine = Engine(config)
+async def test_a_stop_waits_for_explanations(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, engine = Pause(), Engine(config)
+    monkeypatch.setattr(DualEncoderPlan, "explanations", pause.before(DualEncoderPlan.explanations))
     await engine.start()
     options: Any = {"explain": True, "cache": "bypass"}
     calls = [asyncio.create_task(call("q", ["a"], **options)) for call in (engine.score, engine.rerank)]
-    await begun.acquire()
+    await asyncio.to_thread(pause.is_there.wait, 60)
     stopping = asyncio.create_task(engine.stop())
     try:
         done, _ = await asyncio.wait([stopping], timeout=0.2)
         assert not done
     finally:
-        may_end.set()
+        pause.may_go_on.set()
     await stopping
     assert [call.done() for call in calls] == [True, True]
     assert calls[0].result().explanations[0] == calls[1].result().results[0].explanation
@@ -185,9 +172,7 @@ async def _counted(call: Any, *arguments: Any) -> list[tuple[int, int]]:
     return seen
 
 
-async def test_calls_tell_progress_until_they_are_cancelled(
-    engine: Engine, three_label_classifier: str, engines: Engines
-) -> None:
+async def test_calls_tell_of_progress(engine: Engine, three_label_classifier: str, engines: Engines) -> None:
     for call in (engine.embed, engine.embed_tokens):
         seen = await _counted(call, TEXTS)
         assert seen[-1] == (60, 60)
@@ -251,12 +236,11 @@ async def test_a_tenants_rate_goes_on_and_cached_documents_cost_little(config: E
             await engine.score("q", "d", tenant="a")
 
 
-async def test_options_below_one_are_refused(stanford_colbert: str, checkpoints: SharedCheckpoints) -> None:
-    reranker = checkpoints(language_models.qwen3_reranker)
+async def test_options_below_one_are_refused(stanford_colbert: str, qwen3_reranker: str) -> None:
     cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         (stanford_colbert, {"max_batch_tokens": 16}, "a query of.*32 tokens.*than 16.*max_batch_tokens"),
         (stanford_colbert, {"max_model_len": 20}, "at least 32 tokens.*20 tokens.*max_model_len"),
-        (reranker, {"max_batch_tokens": 7, "packing": "off"}, "no more than 7"),
+        (qwen3_reranker, {"max_batch_tokens": 7, "packing": "off"}, "no more than 7"),
     )
     for model, options, told in cases:
         with pytest.raises(errors.ModelLoadError, match=told):
@@ -284,9 +268,9 @@ async def test_the_least_budget_runs_every_kind_of_request(stanford_colbert: str
 
 
 async def test_a_blocking_engine_has_every_method(
-    three_label_classifier: str, checkpoints: SharedCheckpoints, capsys: pytest.CaptureFixture[str]
+    three_label_classifier: str, gte: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with SyncEngine(EngineConfig(model=checkpoints(bi_encoders.gte))) as engine:
+    with SyncEngine(EngineConfig(model=gte)) as engine:
         assert len(engine.rerank("what is it", ["a", "b", "c", "d"], top_n=3).results) == 3
         assert engine.embed([[101, 102]]).embeddings.shape == (1, 128)
         query = engine.encode_query("what is it")

@@ -3,8 +3,6 @@
 import functools
 import logging
 import re
-import threading
-from collections.abc import Callable
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,14 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.text import breaks, tokenization
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, proven_breaks, remembered_breaks
 from maxsimd.engine.processors.text.builder import InputName, LongInputs, Room
-from maxsimd.engine.processors.text.tokenization import (
-    PIECE,
-    Side,
-    TextTokenizer,
-    piece_bounds,
-    piece_bounds_backwards,
-    truncate,
-)
+from maxsimd.engine.processors.text.tokenization import PIECE, Side, truncate
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2
 from tests.unit.engine.processors.small_models import model, processors, refused, request_ids
 from tests.unit.engine.processors.split_texts import KINDS as CUT_KINDS
 from tests.unit.engine.processors.split_texts import num_characters, text_tokenizer, tokenized
+from tests.waiting import Pause
 
 KINDS = CUT | {"llama_2": llama_2}
 SIDES = st.sampled_from(["left", "right"])
@@ -71,12 +63,11 @@ def test_long_texts_keep_tokens(name: str, sentence: str, length: int, most: int
     if name in CUT:
         assert text_tokenizer(KINDS[name]).breaks("a b") == [1], "places are proven"
     text = repeated(sentence, length)
-    read = [token for _, encoding in text_tokenizer(KINDS[name]).read(text, "text") for token in encoding.ids]
+    reader = text_tokenizer(KINDS[name])
+    read = [token for _, encoding in reader.read(text, "text") for token in encoding.ids]
     assert read == whole(name, text).tolist()
     texts = [sentence, text]
-    for tokens, each in zip(
-        text_tokenizer(KINDS[name]).encode(texts, "documents", most, side), texts, strict=True
-    ):
+    for tokens, each in zip(reader.encode(texts, "documents", most, side), texts, strict=True):
         expected = whole(name, each)
         assert tokens.tolist() == truncate(expected, len(expected) if most is None else most, side).tolist()
         assert tokens.dtype == np.int32
@@ -117,7 +108,7 @@ def test_text_without_breaks_is_refused_or_cut_off() -> None:
             tokenizer.encode(["a", text], "documents")
         with refused("text", rf"^text holds more than .*{remedy}$"):
             list(tokenizer.read(text, "text"))
-    for cut_into in (piece_bounds, piece_bounds_backwards):
+    for cut_into in (tokenization.piece_bounds, tokenization.piece_bounds_backwards):
         assert list(cut_into(ENDLESS[1:], PIECE, None)) == [(0, LONGEST_PIECE)]
     expected = whole("bert", "word " * 500).tolist()
     for text, side in ((f"{'word ' * 1000}{ENDLESS}", "right"), (f"{ENDLESS}{' word' * 1000}", "left")):
@@ -213,24 +204,14 @@ def test_a_span_of_a_text_has_the_tokens_that_hold_it(
     ],
     ids=["encode from the end", "encode_around", "read"],
 )
-def test_a_caller_that_goes_away_ends_the_reading(
-    read: Callable[[TextTokenizer, str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, pool = text_tokenizer(bert), WorkerPool(1)
-    begun, go_on = threading.Event(), threading.Event()
+def test_a_caller_that_goes_away_ends_the_reading(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, pool, pause = text_tokenizer(bert), WorkerPool(1), Pause()
     batches = tokenized(monkeypatch, tokenizer)
-    encode = tokenizer._encode_batch
-
-    def blocked(*given: Any, **named: Any) -> Any:
-        begun.set()
-        assert go_on.wait(120)
-        return encode(*given, **named)
-
-    monkeypatch.setattr(tokenizer, "_encode_batch", blocked)
+    monkeypatch.setattr(tokenizer, "_encode_batch", pause.before(tokenizer._encode_batch))
     work = pool.submit(lambda: read(tokenizer, "word " * 100_000), 500_000)
-    assert begun.wait(120)
+    assert pause.is_there.wait(120)
     work.withdraw()
-    go_on.set()
+    pause.may_go_on.set()
     with pytest.raises(WithdrawnError):
         work.future.result(20)
     assert len(batches) == 1

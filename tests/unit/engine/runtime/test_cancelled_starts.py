@@ -16,27 +16,16 @@ from maxsimd.engine.checkpoint import stages
 from maxsimd.engine.device import load as load_module
 from maxsimd.engine.device import shared as shared_module
 from maxsimd.engine.device.thread import DeviceThread
-from tests.checkpoints import bi_encoders
-from tests.checkpoints.shared import SharedCheckpoints
-from tests.waiting import until
+from tests.waiting import Pause, until
 
 
 @pytest.fixture(scope="module")
-def config(checkpoints: SharedCheckpoints) -> EngineConfig:
-    return EngineConfig(model=checkpoints(bi_encoders.bge), dtype="float32", threads=1)
+def config(bge: str) -> EngineConfig:
+    return EngineConfig(model=bge, dtype="float32", threads=1)
 
 
 def threads() -> set[threading.Thread]:
     return {each for each in threading.enumerate() if each.name.startswith("maxsimd-")}
-
-
-class Pause:
-    def __init__(self) -> None:
-        self.is_there, self.may_go_on = threading.Event(), threading.Event()
-
-    def here(self) -> None:
-        self.is_there.set()
-        self.may_go_on.wait(60)
 
 
 async def cancelled(start: "asyncio.Task[Any]", pause: Pause) -> None:
@@ -77,9 +66,7 @@ async def test_cancelled_starts_end_at_a_stage(config: EngineConfig, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["alone", "among several"])
-async def test_a_start_that_is_cancelled_once_all_is_loaded_frees_it(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+async def test_late_cancels_free_it(config: EngineConfig, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     before, pause = threads(), Pause()
     module = launch_module if kind == "alone" else shared_module
     load: Any = module.load_device_model
@@ -149,9 +136,7 @@ async def test_a_stop_ends_a_running_start(config: EngineConfig, monkeypatch: py
         assert (await engine.embed("text")).embeddings.shape == (1, 128)
 
 
-async def test_a_load_waits_only_so_long_for_one_that_was_given_up_and_is_stuck(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stuck_load_holds_up_no_other(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before, pause = threads(), Pause()
     monkeypatch.setattr(stages, "GIVEN_UP_SECONDS", 0.2)
     async with Engines({}) as engines:
@@ -171,9 +156,7 @@ async def test_a_load_waits_only_so_long_for_one_that_was_given_up_and_is_stuck(
     await until(lambda: threads() == before)
 
 
-def test_who_waits_for_a_load_can_be_given_up_and_fails_only_if_that_load_is_stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_that_waits_fails_only_behind_a_stuck_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "GIVEN_UP_SECONDS", 0.0)
     monkeypatch.setattr(stages, "_LOOK_SECONDS", 0.001)
     holder, waiter, other = (stages.StagedLoad() for _ in range(3))
@@ -247,9 +230,7 @@ async def test_a_model_whose_code_ends_its_load_fails_alone(
     assert threads() == before
 
 
-async def test_a_start_that_others_cancel_was_not_stopped(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_cancelled_inside_fails(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     async def launch(*_: Any) -> Any:
         raise asyncio.CancelledError
 

@@ -22,37 +22,23 @@ from maxsimd.engine.actors.scheduler import StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turns
 from maxsimd.engine.device.load import num_given_up
 from maxsimd.engine.device.thread import num_left_behind
-from maxsimd.scheduler import Step, StepTimes
-from tests.waiting import until, wait_for
+from maxsimd.scheduler import StepTimes
+from tests.waiting import Pause, until, wait_for
 
 DOCUMENTS = ["Paris is the capital of France.", "Berlin is in Germany."]
 
 
-class Sticking:
-    def __init__(self) -> None:
-        self.released = threading.Event()
-        self.reached = threading.Event()
-
-    def keep_here(self, *_: Any) -> None:
-        self.reached.set()
-        self.released.wait()
-
+class Sticking(Pause):
     def stick(self, engine: Engine) -> None:
         runner: Any = engine.device_model.runner
-        forward = runner.forward
-
-        def stuck(step: Step) -> Any:
-            self.keep_here()
-            return forward(step)
-
-        runner.forward = stuck
+        runner.forward = self.before(runner.forward)
 
 
 @pytest.fixture
 def sticking() -> Iterator[Sticking]:
     sticking = Sticking()
     yield sticking
-    sticking.released.set()
+    sticking.may_go_on.set()
     wait_for(lambda: num_left_behind() + num_given_up() == 0)
 
 
@@ -87,7 +73,7 @@ async def test_a_stuck_engine_says_so_and_starts_again_once(
         assert line.exc_info is not None
         cause: Any = line.exc_info[1]
         assert "maxsimd-device:" in cause.__notes__[0]
-        assert "in keep_here" in cause.__notes__[0]
+        assert "in here" in cause.__notes__[0]
 
         assert engine.restart_obstacle is None
         await engine.start()
@@ -102,7 +88,7 @@ async def test_a_stuck_engine_says_so_and_starts_again_once(
             await _score(engine)
         again = "the device is stuck again, and the thread that was stuck before"
         assert str(engine.restart_obstacle).startswith(again)
-        sticking.released.set()
+        sticking.may_go_on.set()
         await until(lambda: num_left_behind() == 0)
 
 
@@ -111,7 +97,7 @@ async def test_numbers_that_never_arrive_end_the_engine_too(
 ) -> None:
     class Never:
         def synchronize(self) -> None:
-            sticking.keep_here()
+            sticking.here()
 
     async with Engine(config) as engine:
         right = await _score(engine)
@@ -128,7 +114,7 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, co
         await _score(engine)
         sticking.stick(engine)
         asked = asyncio.create_task(_score(engine))
-        await asyncio.to_thread(sticking.reached.wait)
+        await asyncio.to_thread(sticking.is_there.wait)
         async with asyncio.timeout(60):
             await engine.stop(grace=0)
         assert num_left_behind() == 1
@@ -167,9 +153,9 @@ async def test_a_start_that_is_stuck_can_be_given_up(
 ) -> None:
     engine = Engine(config)
     with monkeypatch.context() as stuck:
-        stuck.setattr(launch_module, "load_device_model", sticking.keep_here)
+        stuck.setattr(launch_module, "load_device_model", sticking.here)
         start = asyncio.create_task(engine.start())
-        await asyncio.to_thread(sticking.reached.wait)
+        await asyncio.to_thread(sticking.is_there.wait)
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
         # The device is not taken for stuck: after it, a step that is does not end the engine for good.
@@ -180,9 +166,7 @@ async def test_a_start_that_is_stuck_can_be_given_up(
     await engine.stop()
 
 
-async def test_the_next_start_finds_what_was_cached_on_disk(
-    sticking: Sticking, tmp_path: Path, config: EngineConfig
-) -> None:
+async def test_restarts_find_the_disk_cache(sticking: Sticking, tmp_path: Path, config: EngineConfig) -> None:
     async with Engine(replace(config, cache_dir=str(tmp_path))) as engine:
         first = await engine.score("capital of France", DOCUMENTS)
         sticking.stick(engine)
@@ -255,8 +239,7 @@ def test_the_latest_steps_say_how_long_another_takes_at_most() -> None:
     assert times.most_seconds(10) == times.most_seconds(1) == 2.0
     assert times.most_seconds(30) == 6.0
     times.observe(1, 0.5)
-    assert times.most_seconds(1) == 0.5
-    assert times.most_seconds(30) == 6.0
+    assert (times.most_seconds(1), times.most_seconds(30)) == (0.5, 6.0)
     for _ in range(16):
         times.observe(5, 5.0)
     assert times.most_seconds(30) == 30.0, "earlier ones are forgotten"

@@ -21,42 +21,33 @@ from maxsimd.engine.device import load
 from maxsimd.engine.device.host import give_back_memory
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.requests import Truncation
-from tests.checkpoints import bi_encoders, cross_encoders
-from tests.checkpoints.shared import SharedCheckpoints
-from tests.waiting import Clock, until, wait_for
+from tests.waiting import Clock, Pause, until, wait_for
 
 # Engines belong to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
-def config(checkpoints: SharedCheckpoints) -> EngineConfig:
-    return EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32", threads=1)
+def config(gte: str) -> EngineConfig:
+    return EngineConfig(model=gte, dtype="float32", threads=1)
 
 
 @pytest.fixture(scope="module")
-def reranker(config: EngineConfig, checkpoints: SharedCheckpoints) -> EngineConfig:
-    return replace(config, model=checkpoints(cross_encoders.bert))
+def reranker(config: EngineConfig, bert_cross_encoder: str) -> EngineConfig:
+    return replace(config, model=bert_cross_encoder)
 
 
 @pytest.fixture(scope="module")
-def embedder(config: EngineConfig, checkpoints: SharedCheckpoints) -> EngineConfig:
-    path = checkpoints(bi_encoders.bge)
-    return replace(config, model=path, score_type="late-interaction", max_model_len=256)
+def embedder(config: EngineConfig, bge: str) -> EngineConfig:
+    return replace(config, model=bge, score_type="late-interaction", max_model_len=256)
 
 
 @pytest.fixture
-def held_load(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Reading a checkpoint sets the first, and waits for the second."""
-    is_read, go_on, load_model = threading.Event(), threading.Event(), load.load_model
-
-    def held(*arguments: Any) -> Any:
-        is_read.set()
-        go_on.wait()
-        return load_model(*arguments)
-
-    monkeypatch.setattr(load, "load_model", held)
-    return is_read, go_on
+def held_load(monkeypatch: pytest.MonkeyPatch) -> Pause:
+    """Reading a checkpoint waits there."""
+    pause = Pause()
+    monkeypatch.setattr(load, "load_model", pause.before(load.load_model))
+    return pause
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -102,20 +93,17 @@ async def test_drops_finish_within_grace(both: Engines, reranker: EngineConfig, 
             _ = both["going"]
 
 
-async def test_a_model_that_loads_during_a_stop_is_dropped(
-    reranker: EngineConfig, held_load: tuple[threading.Event, threading.Event]
-) -> None:
+async def test_models_that_load_in_a_stop_are_dropped(reranker: EngineConfig, held_load: Pause) -> None:
     before = set(threading.enumerate())
-    read, go_on = held_load
     engines = Engines({"slow": reranker})
     start = asyncio.create_task(engines.start())
-    await asyncio.to_thread(read.wait)
+    await asyncio.to_thread(held_load.is_there.wait)
     assert engines.state("slow") == "loading"
     with pytest.raises(errors.EngineNotReadyError, match="is being loaded"):
         _ = engines["slow"]
     stop = asyncio.create_task(engines.stop(grace=0))
     await asyncio.sleep(0)
-    go_on.set()
+    held_load.may_go_on.set()
     await stop
     await start
     assert engines.state("slow") == "dropped"
@@ -181,14 +169,11 @@ async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, conf
     assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
 
 
-async def test_a_cancelled_load_is_told_and_can_be_repeated(
-    both: Engines, reranker: EngineConfig, held_load: tuple[threading.Event, threading.Event]
-) -> None:
-    is_read, go_on = held_load
+async def test_cancelled_loads_are_repeated(both: Engines, reranker: EngineConfig, held_load: Pause) -> None:
     load = asyncio.create_task(both.load("late", reranker))
-    await asyncio.to_thread(is_read.wait)
+    await asyncio.to_thread(held_load.is_there.wait)
     load.cancel()
-    go_on.set()
+    held_load.may_go_on.set()
     await asyncio.gather(load, return_exceptions=True)
     assert both.state("late") == "failed: loading it was cancelled"
     await both.load("late", reranker)
@@ -248,23 +233,20 @@ async def test_time_on_the_device_goes_by_weight_and_is_counted(config: EngineCo
             assert counted == pytest.approx(engines.device_seconds(name))
 
 
-async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
-    held_load: tuple[threading.Event, threading.Event], config: EngineConfig
-) -> None:
+async def test_no_step_runs_while_a_load_reads(held_load: Pause, config: EngineConfig) -> None:
     """Reading one changes torch's default precision for all threads."""
-    is_read, go_on = held_load
-    go_on.set()
+    held_load.may_go_on.set()
     async with Engines({"a": config}) as engines:
-        is_read.clear()
-        go_on.clear()
+        held_load.is_there.clear()
+        held_load.may_go_on.clear()
         loading = asyncio.create_task(engines.load("b", config))
-        await asyncio.to_thread(is_read.wait)
+        await asyncio.to_thread(held_load.is_there.wait)
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
         score = asyncio.create_task(engines["a"].score("a", ["b"], cache="bypass"))
         await asyncio.wait({score}, timeout=0.2)
         assert not score.done()
-        go_on.set()
+        held_load.may_go_on.set()
         assert (await score).scores
 
 
@@ -306,20 +288,14 @@ async def test_an_exit_in_one_models_code_ends_that_model_alone(config: EngineCo
 
 
 async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: EngineConfig) -> None:
-    reached, released = threading.Event(), threading.Event()
-
-    def stick() -> None:
-        reached.set()
-        released.wait()
-
-    impatient = replace(config, step_timeout_seconds=0.5)
+    pause, impatient = Pause(), replace(config, step_timeout_seconds=0.5)
     async with Engines({"a": impatient, "b": impatient}) as engines:
         right = (await engines["a"].score("a", ["b"])).scores
         await engines["b"].score("a", ["b"])
-        _breaking(engines, "b", stick)
+        _breaking(engines, "b", pause.here)
         try:
             asked = [asyncio.create_task(engines["b"].score("a", ["c"], cache="bypass")) for _ in range(2)]
-            await asyncio.to_thread(reached.wait)
+            await asyncio.to_thread(pause.is_there.wait)
             asked.append(asyncio.create_task(engines["a"].score("a", ["c"], cache="bypass")))
             async with asyncio.timeout(60):
                 answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -330,7 +306,7 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: Eng
             await engines.load("a", config)
             assert (await engines["a"].score("a", ["b"])).scores == right
         finally:
-            released.set()
+            pause.may_go_on.set()
     wait_for(lambda: num_left_behind() == 0)
 
 
