@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,7 @@ class Engines:
     async def __aenter__(self) -> "Engines":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         while self._running:
             _, engine = self._running.popitem()
             await engine.stop()

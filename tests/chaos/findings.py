@@ -18,9 +18,8 @@ class Found:
 
 
 def table(rows: Sequence[Row]) -> str:
-    return "\n".join(
-        f"{_shown(row[0]):40}" + "".join(f"{_shown(cell):>16}" for cell in row[1:]) for row in rows
-    )
+    shown = ([_shown(cell) for cell in row] for row in rows)
+    return "\n".join(f"{name:40}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in shown)
 
 
 def _shown(cell: object) -> str:

@@ -21,16 +21,7 @@ import msgspec
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from maxsimd.api import wire
-from maxsimd.api.handlers import (
-    classification,
-    embeddings,
-    rerank,
-    tei,
-    tokens,
-    vendor_embeddings,
-    vendor_reranks,
-)
+from maxsimd.api import handlers, wire
 from maxsimd.api.handlers.handle import ROUTES
 from tests.chaos.findings import Found, percentile
 from tests.chaos.running import Running, running
@@ -56,7 +47,10 @@ class Strange:
     method: str = "POST"
 
 
-_WIRE_TYPES = (*(wire, rerank, vendor_reranks, embeddings, vendor_embeddings, classification, tokens, tei),)
+_WIRE_TYPES = (
+    *(wire, handlers.rerank, handlers.vendor_reranks, handlers.embeddings, handlers.vendor_embeddings),
+    *(handlers.classification, handlers.tokens, handlers.tei),
+)
 _FIELDS = sorted(
     {
         name
@@ -105,7 +99,7 @@ _USUAL: list[tuple[str, dict[str, Any]]] = [
     ("/v2/embed", {"images": [_URL], "input_type": "image"}),
     ("/v1/multimodalembeddings", {"inputs": [{"content": _PARTS}], "input_type": "document"}),
 ]
-_LONGEST = 9 << 20
+_LONGEST, _ONE = 9 << 20, st.sampled_from(_USUAL)
 
 
 def _changed(usual: tuple[str, dict[str, Any]], changes: dict[str, Any], many: int) -> tuple[str, bytes]:
@@ -116,7 +110,7 @@ def _changed(usual: tuple[str, dict[str, Any]], changes: dict[str, Any], many: i
 
 _FITTING = st.builds(
     _changed,
-    st.sampled_from(_USUAL),
+    _ONE,
     st.one_of(st.just({}), st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=2)),
     st.sampled_from([1, 1, 1, 1, 7, 100, 3000]),
 )
@@ -136,25 +130,14 @@ _BODIES = st.one_of(
         st.integers(0, 1 << 32),
         st.one_of(st.integers(0, 2000), st.integers(0, 900_000)),
     ),
-    st.builds(
-        lambda body, end: json.dumps(body[1]).encode()[:end], st.sampled_from(_USUAL), st.integers(0, 60)
-    ),
+    st.builds(lambda body, end: json.dumps(body[1])[:end].encode(), _ONE, st.integers(0, 60)),
     st.binary(max_size=300),
 )
 _NAMES = st.one_of(
     st.sampled_from(
         [
-            *(
-                "content-type",
-                "content-encoding",
-                "accept",
-                "expect",
-                "x-request-id",
-                "origin",
-                "range",
-                "te",
-            ),
-            *("authorization", "accept-encoding", "connection", "upgrade", "cookie", "x-forwarded-for"),
+            *("content-type", "content-encoding", "accept", "expect", "x-request-id", "origin", "range"),
+            *("te", "authorization", "accept-encoding", "connection", "upgrade", "cookie", "x-forwarded-for"),
         ]
     ),
     st.text("abcdefghijklmnopqrstuvwxyz-_!#$%&'*+.^`|~0123456789", min_size=1, max_size=20),
@@ -197,9 +180,8 @@ def requests(draw: st.DrawFn) -> Strange:
     if draw(st.integers(0, 7)):
         return Strange(data, True, method)
     changed = bytearray(data)
-    for position, byte in draw(
-        st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(-1, 255)), max_size=8)
-    ):
+    one = st.tuples(st.integers(0, len(data) - 1), st.integers(-1, 255))
+    for position, byte in draw(st.lists(one, max_size=8)):
         changed[position : position + 1] = b"" if byte < 0 else bytes([byte])
     return Strange(bytes(changed), False, method)
 

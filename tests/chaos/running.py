@@ -75,9 +75,7 @@ class Running(Server):
 
 
 @contextmanager
-def running(
-    model: str | None, *options: str, hooked: bool = True, before: Callable[[], None] | None = None
-) -> Iterator[Running]:
+def running(model: str | None, *options: str, hooked: bool = True, before: Any = None) -> Iterator[Running]:
     """A ready server in float32, of the embedded model by default. Its process calls `before` first."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -146,12 +146,7 @@ class Expected:
 
 
 def rerank(
-    pool: Pool,
-    draw: random.Random,
-    documents: int,
-    poisoned: int = 0,
-    options: Any = None,
-    path: str = "/rerank",
+    pool: Pool, draw: random.Random, documents: int, poisoned: int = 0, options: Any = None, path: str = ""
 ) -> Ask:
     """A query against that many documents, some of them poisoned, with further options of the request."""
     query = draw.randrange(len(pool.texts.queries))
@@ -159,7 +154,7 @@ def rerank(
     broken = frozenset(draw.sample(range(documents), poisoned))
     sources = pool.texts.documents, pool.texts.poisoned
     sent = [sources[position in broken][index] for position, index in enumerate(indices)]
-    options = options or {}
+    options, path = options or {}, path or "/rerank"
     body: dict[str, Any] = {"documents": sent}
     if path == "/score":
         body |= {"queries": pool.texts.queries[query], "truncate_prompt_tokens": -1}

@@ -105,9 +105,7 @@ def gpt2(folder: Path) -> str:
     return _written(folder, said, saved, tensors, (base, adapter, merged))
 
 
-def _written(
-    folder: Path, said: dict[str, Any], saved: Tensors, tensors: Tensors, folders: tuple[Path, Path, Path]
-) -> str:
+def _written(folder: Path, said: Any, saved: Tensors, tensors: Tensors, folders: tuple[Path, ...]) -> str:
     base, adapter, merged = folders
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(

@@ -15,22 +15,14 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
+from tests.checkpoints import visual
 from tests.checkpoints.late_interaction import OF_TOKENS
 from tests.checkpoints.tokenizers import byte_level_bpe
-from tests.checkpoints.visual import (
-    QWEN_TOWER,
-    TILE,
-    TILE_MARKERS,
-    TOWER,
-    colqwen2,
-    qwen2_vl,
-    qwen_image_processor,
-    qwen_tokenizer,
-    with_biases,
-)
+from tests.checkpoints.visual import TILE, colqwen2, qwen2_vl, qwen_tokenizer, with_biases
 from tests.checkpoints.weights import SIZES, change_config, save_own, save_tensors, spread
 
-_TOWER = {**QWEN_TOWER, "hidden_size": 64, "out_hidden_size": SIZES["hidden_size"], "intermediate_size": 96}
+_WIDTHS = {"hidden_size": 64, "out_hidden_size": SIZES["hidden_size"], "intermediate_size": 96}
+_TOWER = visual.QWEN_TOWER | _WIDTHS
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # The parts of a message: a picture or a text at a time.
 _PARTS = (
@@ -108,15 +100,15 @@ def colsmol(folder: Path) -> str:
     """vidore/colSmol-256M, merged: an Idefics3, whose pages are tiles with markers between them."""
     byte_level_bpe(
         folder, {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"},
-        "$A", "$A $B", additional_special_tokens=[*TILE_MARKERS, "<fake_token_around_image>", "<image>"],
-        model_max_length=4096,
+        "$A", "$A $B", model_max_length=4096,
+        additional_special_tokens=[*visual.TILE_MARKERS, "<fake_token_around_image>", "<image>"],
     )  # fmt: skip
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     image_processor = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}
     )
     processor = transformers.Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
-    vision = {**TOWER, "num_hidden_layers": 3, "image_size": TILE, "patch_size": 8}
+    vision = {**visual.TOWER, "num_hidden_layers": 3, "image_size": TILE, "patch_size": 8}
     text = {
         **SIZES, "model_type": "llama", "vocab_size": len(tokenizer), "num_key_value_heads": 2,
         "max_position_embeddings": 4096, "pad_token_id": tokenizer.pad_token_id,
@@ -185,7 +177,7 @@ def jina_reranker_m0(folder: Path) -> str:
     save_tensors(tensors | {f"score.{name}": each for name, each in score.state_dict().items()}, folder)
     own_code = dict.fromkeys(("AutoModel", "AutoModelForSequenceClassification"), "modeling.JinaVLForRanking")
     change_config(folder, architectures=["JinaVLForRanking"], auto_map=own_code)
-    qwen_image_processor().save_pretrained(folder)
+    visual.qwen_image_processor().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(COLQWEN_TEMPLATE, encoding="utf-8")
     return str(folder)
 
@@ -224,9 +216,7 @@ def _colqwen(folder: Path, model: Any, dim: int, only_pictures: bool = False) ->
     return _late_interaction(folder, transformer, projection, only_pictures)
 
 
-def _late_interaction(
-    folder: Path, transformer: Any, projection: torch.nn.Linear, only_pictures: bool = False
-) -> str:
+def _late_interaction(folder: Path, transformer: Any, projection: Any, only_pictures: bool = False) -> str:
     dense = Dense(projection.in_features, projection.out_features, **OF_TOKENS)
     dense.linear = projection
     token = transformer.processor.image_token_id
@@ -237,7 +227,7 @@ def _late_interaction(
 
 def _transformer(folder: Path, config: Any, template: str, **options: Any) -> Any:
     """sentence-transformers' first module for a model that is in the folder, with its tokenizer."""
-    qwen_image_processor(config.vision_config.patch_size).save_pretrained(folder)
+    visual.qwen_image_processor(config.vision_config.patch_size).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     with without_videos():
         transformer = Transformer(str(folder), processor_kwargs={"backend": "pil"}, **options)

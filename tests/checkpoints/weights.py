@@ -35,9 +35,7 @@ def sizes_of(kind: str) -> dict[str, Any]:
     return {name: size for name, size in SIZES.items() if name in known}
 
 
-def save_model(
-    folder: Path, kind: str, auto: Any = AutoModel, options: Mapping[str, Any] | None = None, **settings: Any
-) -> Any:
+def save_model(folder: Path, kind: str, auto: Any = AutoModel, options: Any = None, **settings: Any) -> Any:
     """Saves and returns a small model of the usual sizes or `settings`; `options` are for its class."""
     config = CONFIG_MAPPING[kind](**sizes_of(kind) | settings)
     model = spread(auto.from_config(config, **options or {}))

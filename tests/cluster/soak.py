@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -83,9 +84,7 @@ def direct_scores(rows: pa.Table) -> list[float]:
     return scores
 
 
-def score_with_kills(
-    source: Path, out: Path, batch_size: int, kills: Sequence[tuple[str, float]], seed: int = 0
-) -> list[tuple[str, int]]:
+def score_with_kills(source: Path, out: Path, batch_size: int, kills: Any, seed: int = 0) -> list[Any]:
     """Runs the command until it ends by itself; says what was killed, and after how many rows."""
     shards = -(-parquet.read_metadata(source).num_rows // batch_size)
     options = (*_OPTIONS, "--batch-size", str(batch_size))
@@ -114,9 +113,7 @@ def score_with_kills(
 
 
 @contextmanager
-def _run(
-    source: Path, out: Path, options: Sequence[str], temporary: str
-) -> Iterator[tuple["subprocess.Popen[bytes]", set[Process]]]:
+def _run(source: Path, out: Path, options: Sequence[str], temporary: str) -> Iterator[Any]:
     """The command, and a set for what it has started, which is killed in the end."""
     family: set[Process] = set()
     process = subprocess.Popen(

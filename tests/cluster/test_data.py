@@ -149,8 +149,7 @@ def test_other_columns_stay_and_added_ones_are_replaced(late: ScoreRows) -> None
     table = _table({"score": "old", "query": "file", "document": "a file", "n": 1, "error": "old"})
     scored = late(table)
     assert scored.column_names == ["query", "document", "n", "score", "error", "prompt_tokens"]
-    assert scored["n"].to_pylist() == [1]
-    assert scored["error"].to_pylist() == [None]
+    assert (scored["n"].to_pylist(), scored["error"].to_pylist()) == ([1], [None])
 
 
 def test_what_does_not_fit_is_refused_before_any_row(late: ScoreRows, bert_cross_encoder: str) -> None:

@@ -11,18 +11,9 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 from pyarrow import parquet
 
+from maxsimd.api.cluster import score_files
 from maxsimd.api.cluster.data import ScoreRow
-from maxsimd.api.cluster.score_files import (
-    Files,
-    Format,
-    JsonlShards,
-    ParquetShards,
-    RunFolder,
-    Shard,
-    Work,
-    cut_files,
-    write_shard,
-)
+from maxsimd.api.cluster.score_files import Files, JsonlShards, RunFolder, Shard, Work, write_shard
 from maxsimd.engine import EngineConfig
 
 
@@ -47,8 +38,8 @@ def _input(folder: Path, kind: str, rows: int) -> Path:
 @pytest.mark.parametrize("rows", [9, 10, 47])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_shards_have_every_row_once_and_in_order(tmp_path: Path, kind: str, rows: int) -> None:
-    format: Format = ParquetShards() if kind == "parquet" else JsonlShards()
-    shards = cut_files(format, [_input(tmp_path, kind, rows)], 10)
+    format: score_files.Format = score_files.ParquetShards() if kind == "parquet" else JsonlShards()
+    shards = score_files.cut_files(format, [_input(tmp_path, kind, rows)], 10)
     assert [shard.rows for shard in shards] == [10] * (rows // 10) + [rows % 10] * (rows % 10 > 0)
     out = tmp_path / "out"
     out.mkdir()

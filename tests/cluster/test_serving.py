@@ -39,8 +39,7 @@ def late(cluster: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["late-interaction", *exhaustive("bi-encoder", "cross-encoder", "listwise", "sparse", "hybrid")],
+    "kind", ["late-interaction", *exhaustive("bi-encoder", "cross-encoder", "listwise", "sparse", "hybrid")]
 )
 def test_answers_are_those_of_one_process(
     kind: str, cluster: str, late: str, start_server: StartServer, checkpoints: SharedCheckpoints

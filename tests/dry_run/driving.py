@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from maxsimd import scheduler
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.actors.actor import Commit, Mailbox, Pool, Score
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
@@ -23,12 +24,7 @@ from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.device.load import DeviceModel, _pooler, _samples
-from maxsimd.engine.execution.attention.backend import (
-    AttentionBackend,
-    CapturableBackend,
-    CaptureSize,
-    GroupedBackend,
-)
+from maxsimd.engine.execution.attention.backend import CapturableBackend, CaptureSize, GroupedBackend
 from maxsimd.engine.execution.attention.gpu import TritonBackend, VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import Cost, GraphedRunner, Run
 from maxsimd.engine.execution.devices import Times, cast
@@ -42,18 +38,7 @@ from maxsimd.engine.runtime import DeviceActors
 from maxsimd.engine.scoring import scorer
 from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.scheduler import (
-    CachedBatch,
-    Chunk,
-    DocumentPayload,
-    Explained,
-    ImageJob,
-    ResultSlot,
-    Step,
-    Tokens,
-    TokenSequence,
-    Window,
-)
+from maxsimd.scheduler import CachedBatch, Chunk, DocumentPayload, ResultSlot, Step, TokenSequence
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.dry_run.gpu import GPU, Counts, FakeGPU, NotCapturable, fake_gpu, is_on_gpu
 from tests.parity.families import FAMILIES, LISTWISE
@@ -62,7 +47,7 @@ from tests.unit.engine.execution.test_fused_layers import plain_kernels
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 
-BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
+BACKENDS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: VarlenBackend(GPU), "triton": TritonBackend, "torch": GroupedBackend,
 }  # fmt: skip
 
@@ -246,9 +231,9 @@ class Ids:
         self.vocabulary = min(50, len(model.tokenizer))
         self.task = model.score_task
 
-    def tokens(self, length: int, **others: Any) -> Tokens:
+    def tokens(self, length: int, **others: Any) -> scheduler.Tokens:
         ids = (np.arange(length) * 7 % self.vocabulary).astype(np.int32)
-        return Tokens(ids, np.zeros_like(ids), **others)
+        return scheduler.Tokens(ids, np.zeros_like(ids), **others)
 
     def text(self, length: int, task: str | None = None, **others: Any) -> TokenSequence:
         key = next(self.next)
@@ -325,7 +310,7 @@ def cached(on: OnGPU) -> None:
     query = ids.query(12, 3)
     found = [scorer.CachedDocument(ResultSlot(0, i), _entry(on, 10 + i)) for i in range(3)]
     if on.is_late:
-        explained = Explained((4, 7), with_map=True)
+        explained = scheduler.Explained((4, 7), with_map=True)
         found[1] = scorer.CachedDocument(ResultSlot(0, 1), _entry(on, 11), explained)
     on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, scorer.CachedDocuments.of(found)),)))
     given = _entry(on, 5).rows.float()
@@ -340,8 +325,8 @@ def windows(on: OnGPU) -> None:
     query = ids.query(6, 4)
     parts = []
     merged = on.model.token_pooling is not None
-    for rows in (None, None if merged else Explained((20, 11), with_map=True)):
-        of_document = Window(len(parts) + 100, 2)
+    for rows in (None, None if merged else scheduler.Explained((20, 11), with_map=True)):
+        of_document = scheduler.Window(len(parts) + 100, 2)
         payload = DocumentPayload(query.sequence_id, b"%d" % len(parts), window=of_document, explained=rows)
         parts += [ids.document(length, payload) for length in (20, 11)]
     on.run(step_of(query, *parts[:3]))
@@ -352,7 +337,11 @@ def pictures(on: OnGPU) -> None:
     """Pictures and what is made of them, beside a text and, where the model can, cut."""
     ids = Ids(on.model)
     pages = [replace(page, sequence_id=next(ids.next)) for page in random_pages(on.model, ids.task)]
-    jobs = [ImageJob(image.image_id, 0, 1, 0, image.inputs) for page in pages for image in page.tokens.images]
+    jobs = [
+        scheduler.ImageJob(image.image_id, 0, 1, 0, image.inputs)
+        for page in pages
+        for image in page.tokens.images
+    ]
     on.run(Step(0, (), (), tuple(jobs)))
     on.run(step_of(*pages, ids.text(9)))
     if on.runner.chunked:

@@ -64,8 +64,7 @@ _NO_KERNEL = {
     aten.detach_, aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_, aten.as_strided_, aten.resize_,
     aten.set_,
 }  # fmt: skip
-# Operations that launch more than one kernel. torch's variable-length attention fills a state of random
-# numbers that it does not use.
+# Operations of several kernels: torch's variable-length attention fills a random state that it does not use.
 _MORE_KERNELS = {"torch_attn::_varlen_attn": 2}
 _MASKED = {aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put}
 

@@ -10,23 +10,16 @@ import torch
 
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.dry_run import driving
-from tests.dry_run.gpu import (
-    GPU,
-    FakeGPU,
-    FreedMemory,
-    HostWaits,
-    MixedDevices,
-    NotCapturable,
-    Race,
-    fake_gpu,
-)
+from tests.dry_run import gpu as fakes
+from tests.dry_run.gpu import GPU, FakeGPU, HostWaits, MixedDevices, NotCapturable, Race, fake_gpu
 from tests.exhaustive import exhaustive
 
 BY_NAME = {each.name: each for each in driving.CHECKPOINTS}
+Load = Callable[[str], driving.Loaded]
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints: SharedCheckpoints) -> Callable[[str], driving.Loaded]:
+def loaded(checkpoints: SharedCheckpoints) -> Load:
     """Loads a model by its name, once: what has been moved to the device stays there."""
 
     @cache
@@ -46,7 +39,7 @@ def gpu() -> Iterator[FakeGPU]:
 @pytest.mark.parametrize(
     "name", [*sorted(driving.ONE_OF_EACH), *exhaustive(*sorted(BY_NAME.keys() - driving.ONE_OF_EACH))]
 )
-def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], driving.Loaded]) -> None:
+def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Load) -> None:
     """Steps mix no devices and wait for none, but for towers whose code is not ours. The costs are those that
     `python -m tests.dry_run --write` has held."""
     model = loaded(name)
@@ -70,9 +63,7 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], 
         *exhaustive(*((x, "triton", "bfloat16") for x in ("GTE-ModernColBERT", "EmbeddingGemma", "Qwen3"))),
     ],
 )
-def test_nor_with_another_attention_or_cache(
-    name: str, backend: str, precision: Any, gpu: FakeGPU, loaded: Callable[[str], driving.Loaded]
-) -> None:
+def test_nor_with_other_backends(name: str, backend: str, precision: Any, gpu: FakeGPU, loaded: Load) -> None:
     on = driving.OnGPU(gpu, loaded(name), backend, precision)
     for drive in driving.drives(on):
         driving.run(drive, on)
@@ -93,9 +84,7 @@ def test_every_model_is_held() -> None:
         *exhaustive(("GTE-ModernColBERT", "triton"), ("EmbeddingGemma", "triton")),
     ],
 )
-def test_small_steps_are_replayed_and_long_ones_are_not(
-    name: str, backend: str, gpu: FakeGPU, loaded: Callable[[str], driving.Loaded]
-) -> None:
+def test_small_steps_alone_are_replayed(name: str, backend: str, gpu: FakeGPU, loaded: Load) -> None:
     on = driving.OnGPU(gpu, loaded(name), backend)
     with driving.first_layers(on.model.backbone, 2):
         runner = on.graphed()
@@ -138,5 +127,5 @@ def test_what_a_gpu_would_not_do_fails_here(gpu: FakeGPU) -> None:
     scale = [torch.ones(3, device=GPU)]
     replay = gpu.capture(lambda: scale[0].mul(2).sum())  # type: ignore[arg-type, return-value]
     scale.clear()
-    with pytest.raises(FreedMemory):
+    with pytest.raises(fakes.FreedMemory):
         replay()

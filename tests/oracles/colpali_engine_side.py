@@ -16,8 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Qwen2VLVideoProcessor
 
-# The names of tensors in a checkpoint, as they begin, and in colpali-engine's classes. The first that fits
-# counts, and "" fits all.
+# Starts of names of tensors, in a checkpoint and in colpali-engine. The first that fits counts; "" fits all.
 _NAMES = {
     "ColPali": {"vlm.language_model.model.": "model.model.language_model.", "vlm.": "model.model.",
                 "embedding_proj_layer.": "custom_text_proj."},

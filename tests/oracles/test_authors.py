@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
-from tests.checkpoints import bi_encoders, retrained, vision_language, visual
+from tests.checkpoints import retrained, vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.checkpoints.weights import change_config
 from tests.clients.environments import made
@@ -60,13 +60,10 @@ KINDS = {
 }  # fmt: skip
 
 
-async def test_scores_equal_flag_embedding(
-    checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], tmp_path: Path
-) -> None:
-    checkpoint = checkpoints(bi_encoders.bge_m3)
-    expected = _by_flag_embedding("flagembedding", checkpoint, pairs[:100], tmp_path, weights=(0.4, 0.2, 0.4))
+async def test_equals_flagembedding(bge_m3: str, engines: Engines, pairs: list[Pair], tmp_path: Path) -> None:
+    expected = _by_flag_embedding("flagembedding", bge_m3, pairs[:100], tmp_path, weights=(0.4, 0.2, 0.4))
     for kind, name in KINDS.items():
-        config = EngineConfig(model=checkpoint, dtype="float32", score_type=kind, allow_pickle=True)  # type: ignore[arg-type]
+        config = EngineConfig(model=bge_m3, dtype="float32", score_type=kind, allow_pickle=True)  # type: ignore[arg-type]
         _compare(kind, await engines.scores(config, pairs[:100]), expected[name])
 
 

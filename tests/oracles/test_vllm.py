@@ -174,9 +174,7 @@ def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]
     return [Input.of(sequences[i], model.takes_type_ids) for i in range(len(sequences))]
 
 
-async def _by_role(
-    engine: Engine, queries: list[str], documents: list[str], task: Any, embed: Any
-) -> tuple[list[Input], list[Any]]:
+async def _by_role(engine: Engine, queries: list[str], documents: list[str], task: Any, embed: Any) -> Any:
     """The sequences that the engine runs for queries and documents, and its results."""
     inputs, made = [], []
     roles: list[tuple[InputType, list[str]]] = [("query", queries), ("document", documents)]
@@ -235,9 +233,7 @@ async def _own_words(engine: Engine, queries: list[str], documents: list[str]) -
     return await _sparse(engine, queries, documents, by_word)
 
 
-async def _sparse(
-    engine: Engine, queries: list[str], documents: list[str], weights: Callable[[Input, Numbers], Numbers]
-) -> Asked:
+async def _sparse(engine: Engine, queries: list[str], documents: list[str], weights: Any) -> Asked:
     inputs, vectors = await _by_role(engine, queries, documents, "sparse_embed", engine.embed_sparse)
     ours = []
     for vector in vectors:

@@ -21,8 +21,7 @@ from vllm.config import PoolerConfig
 from vllm.model_executor.models import registry
 from vllm.transformers_utils import config
 
-# Classes for configurations that only code of a checkpoint's own has: what each is made from, its type, and
-# what its authors' code sets.
+# Classes for configurations that only a checkpoint's own code has: their base, type, and what that code sets.
 _MADE_FROM: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
     "NewConfig": (PreTrainedConfig, "new", {}),
     "GteConfig": (PreTrainedConfig, "gte", {}),

@@ -13,7 +13,7 @@ import pytest
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncation
 from maxsimd.engine.ops import cpu as kernels
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.selection import with_default
 
@@ -118,8 +118,6 @@ async def test_the_default_model_keeps_bits(precision: str, documents: list[str]
 
 
 @pytest.mark.parametrize("precision", with_default(["float32", "bfloat16"], {"float32"}))
-async def test_a_causal_reranker_keeps_bits_through_chunks(
-    precision: str, documents: list[str], checkpoints: SharedCheckpoints
-) -> None:
-    config = {"model": checkpoints(language_models.qwen3_reranker), **PRECISIONS[precision]}
+async def test_chunks_keep_bits(precision: str, documents: list[str], qwen3_reranker: str) -> None:
+    config = {"model": qwen3_reranker, **PRECISIONS[precision]}
     assert await _what_changes_bits(config, documents[:24], CUT_LONG, (None, 61, 300)) == []

@@ -25,11 +25,6 @@ from tests.parity.conftest import Changed
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def qwen3_reranker(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(language_models.qwen3_reranker)
-
-
 def _texts(pairs: list[Pair]) -> tuple[list[str], list[str]]:
     return [pair.query for pair in pairs], [pair.document for pair in pairs]
 
@@ -110,23 +105,18 @@ async def test_the_encoder_of_monot5_alone(checkpoints: SharedCheckpoints, engin
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(language_models.jina_reranker_v3)
-
-
 async def _listwise(engines: Engines, path: str, documents: list[str], **options: Any) -> Any:
     engine = await engines(EngineConfig(model=path, **{"dtype": "float32"} | options))
     return np.array((await engine.score("how is a file opened", documents, truncation=CUT_LONG)).scores)
 
 
 @pytest.mark.parametrize("count", [5, *exhaustive(200)])
-async def test_scores_as_the_paper(checkpoint: str, engines: Engines, pairs: list[Pair], count: int) -> None:
+async def test_scores_as_the_paper(listwise: str, engines: Engines, pairs: list[Pair], count: int) -> None:
     documents = [pair.document for pair in pairs[:count]]
-    reference = references.jina_reranker_v3(checkpoint, "how is a file opened", documents)
+    reference = references.jina_reranker_v3(listwise, "how is a file opened", documents)
     assert reference.std() > 0.01
     for options in [{}, {"max_batch_tokens": 200}] if count == 5 else [{}]:
-        ours = await _listwise(engines, checkpoint, documents, **options)
+        ours = await _listwise(engines, listwise, documents, **options)
         np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
@@ -141,16 +131,16 @@ async def test_long_lists_take_another_pass(changed: Changed, engines: Engines, 
 
 
 @needs_native_bfloat16
-async def test_bfloat16_ranks_as_float32_does(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
+async def test_bfloat16_ranks_as_float32_does(listwise: str, engines: Engines, pairs: list[Pair]) -> None:
     documents = [pair.document for pair in pairs[:60]]
     exact, rounded = [
-        await _listwise(engines, checkpoint, documents, dtype=dtype) for dtype in ("float32", "bfloat16")
+        await _listwise(engines, listwise, documents, dtype=dtype) for dtype in ("float32", "bfloat16")
     ]
     assert spearmanr(exact, rounded).statistic >= 0.995
 
 
-async def test_an_instruction_changes_the_scores(checkpoint: str) -> None:
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+async def test_an_instruction_changes_the_scores(listwise: str) -> None:
+    async with Engine(EngineConfig(model=listwise, dtype="float32")) as engine:
         plain = await engine.score("a", ["b", "c"])
         instructed = await engine.score("a", ["b", "c"], instruction="prefer the letter c")
         alone = await engine.score("a", ["b"])

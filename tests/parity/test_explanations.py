@@ -240,8 +240,8 @@ async def test_windows_of_a_cross_encoder_score_as_their_passages(
     assert again.explanations[1] == nearly(replace(short, cached=True))
 
 
-async def test_a_listwise_model_says_what_it_read(checkpoints: SharedCheckpoints) -> None:
-    async with Engine(EngineConfig(model=checkpoints(language_models.jina_reranker_v3))) as engine:
+async def test_a_listwise_model_says_what_it_read(listwise: str) -> None:
+    async with Engine(EngineConfig(model=listwise)) as engine:
         documents = ["Open a file.", "a"]
         for _ in range(2):
             result = await engine.score(QUERY, documents, explain=True)

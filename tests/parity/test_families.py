@@ -50,8 +50,7 @@ async def test_scores_equal_library(family: Family, path: str, engines: Engines,
     ours = await engines.scores(_config(family, path), pairs)
     engine = await engines(_config(family, path))
     assert (engine.device_model.not_packed is None) == family.packed
-    assert engine.model.causal == family.causal
-    assert engine.model.score_type.value == family.kind
+    assert (engine.model.causal, engine.model.score_type.value) == (family.causal, family.kind)
     assert bool(engine.model.stored_as) == (family in FORMS)
     if family not in FORMS:
         assert family.kind in kind_of(read_files(path, None).architecture).kinds, "it is in the table"

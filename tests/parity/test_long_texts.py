@@ -154,9 +154,7 @@ _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size
         (MistralConfig, {"sliding_window": 48}, "packed"),  # which is told to attention
     ],
 )
-async def test_a_text_beside_a_long_one_is_embedded_as_alone(
-    kind: Any, more: dict[str, Any], execution: str, tmp_path: Path
-) -> None:
+async def test_texts_embed_as_alone(kind: Any, more: dict[str, Any], execution: str, tmp_path: Path) -> None:
     size = save_tokenizer(kind.model_type, tmp_path)
     model = AutoModel.from_config(kind(vocab_size=size, **more, **_SIZES))
     randomise(model)

@@ -14,15 +14,7 @@ from sentence_transformers.multi_vector_encoder.interpretability import get_n_pa
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import (
-    Content,
-    Engine,
-    EngineConfig,
-    InvalidRequestError,
-    RequestFailedError,
-    RequestTooLargeError,
-    Truncation,
-)
+from maxsimd.engine import Content, Engine, EngineConfig, InvalidRequestError, Truncation, errors
 from maxsimd.engine.checkpoint.visual import ImageInputs
 from maxsimd.engine.media import Picture, PictureUrl, PillowPicture
 from tests.checkpoints import two_towers, vision_language, visual
@@ -221,9 +213,7 @@ async def test_jina_reranker_m0_is_as_its_card_says(checkpoints: SharedCheckpoin
         {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}, "do_normalize": False},
     ],
 )
-async def test_settings_of_pictures_and_texts_are_taken(
-    changed: Changed, start: Start, pairs: list[Pair], image: dict[str, Any]
-) -> None:
+async def test_settings_are_applied(changed: Changed, start: Start, pairs: list[Pair], image: Any) -> None:
     said = {"image": image, "text": {"max_length": 90}}
     edit = settings("sentence_bert_config.json", processing_kwargs=said)
     path = changed(vision_language.qwen3_vl_embedding, edit)
@@ -241,8 +231,7 @@ async def test_what_is_cut_is_the_text_and_not_the_template(start: Start) -> Non
     for side in ("left", "right"):
         cut = Truncation(max_tokens=shortest + 8, side=side)  # type: ignore[arg-type]
         result = await engine.embed(texts, truncation=cut)
-        assert result.usage.prompt_tokens == 2 * (shortest + 8)
-        assert result.truncated == 2
+        assert (result.usage.prompt_tokens, result.truncated) == (2 * (shortest + 8), 2)
         first, second = result.embeddings
         assert float(first @ second) < 0.999
     with pytest.raises(InvalidRequestError):
@@ -344,7 +333,8 @@ async def test_maps_must_be_asked_for_and_not_too_many(start: Start, monkeypatch
     with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
         await engine.score("a", PAGES[:1], explain="map")  # type: ignore[arg-type]
     monkeypatch.setattr("maxsimd.engine.processors.dual_encoder.MOST_MAPPED", 100)
-    with pytest.raises(RequestTooLargeError, match=r"explain would map \d+ similarities .* at most 100 are"):
+    told = r"explain would map \d+ similarities .* at most 100 are"
+    with pytest.raises(errors.RequestTooLargeError, match=told):
         await engine.score("a", PAGES, explain="maps", cache="bypass")
 
 
@@ -375,7 +365,7 @@ async def test_a_picture_that_breaks_fails_alone(start: Start, monkeypatch: pyte
     assert set(result.errors) == {2}
     others = [0, 1, 3, 4]
     np.testing.assert_allclose([result.scores[i] for i in others], [expected[i] for i in others], atol=1e-5)
-    with pytest.raises(RequestFailedError):
+    with pytest.raises(errors.RequestFailedError):
         await engine.score("what?", PAGES, cache="bypass")
     monkeypatch.undo()
     assert (await engine.score("what?", PAGES, cache="bypass")).scores == pytest.approx(expected, abs=1e-5)

@@ -19,7 +19,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import modes as execution
 from maxsimd.engine.execution import modes as padded
 from maxsimd.engine.execution.attention import select
-from maxsimd.engine.execution.attention.backend import GroupedBackend, GroupedMetadata
+from maxsimd.engine.execution.attention.backend import GroupedBackend
 from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import compare_items, largest, make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
@@ -168,18 +168,14 @@ async def test_what_is_broken_is_noticed_and_scores_are_right(
 
 
 class WrongChunks(GroupedBackend):
-    def with_prefill_kv(
-        self, qkv: QKV, contexts: Sequence[KV], metadata: GroupedMetadata, out: torch.Tensor
-    ) -> None:
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         super().with_prefill_kv(qkv, contexts, metadata, out)
         for chunk in metadata.layout.prefill_chunks:
             out[chunk.rows] *= 2
 
 
 class WrongPrefixes(GroupedBackend):
-    def shared_prefix(
-        self, qkv: QKV, prefixes: Sequence[KV], metadata: GroupedMetadata, out: torch.Tensor
-    ) -> None:
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         super().shared_prefix(qkv, prefixes, metadata, out)
         for group in metadata.layout.shared_groups:
             out[group.rows] *= 2

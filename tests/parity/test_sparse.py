@@ -31,11 +31,6 @@ SAVES = [family for family in FAMILIES if family.kind == SPARSE and family.name 
 HYBRID: dict[str, Any] = {"score_type": "hybrid", "allow_pickle": True}
 
 
-@pytest.fixture
-def bge_m3(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(bi_encoders.bge_m3)
-
-
 def dense(vectors: list[SparseVector], words: int) -> Any:
     made = np.zeros((len(vectors), words), dtype=np.float32)
     for row, vector in zip(made, vectors, strict=True):
@@ -98,8 +93,8 @@ async def test_a_cached_document_scores_to_the_last_bit_as_a_new_one(
     assert max(new.scores) > 0
 
 
-async def test_sparse_models_refuse_dense_vectors(checkpoints: SharedCheckpoints, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=checkpoints(sparse_encoders.splade), dtype="float32"))
+async def test_sparse_models_refuse_dense_vectors(splade: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=splade, dtype="float32"))
     with pytest.raises(InvalidRequestError, match="give its text"):
         await engine.score("a query", [np.ones((3, 2), dtype=np.float32)])
     with pytest.raises(InvalidRequestError, match="cannot embed"):
@@ -121,8 +116,8 @@ async def test_one_by_one_gives_the_same_as_packed(
             pass
 
 
-async def test_weights_that_are_looked_up_tell_caches_apart(checkpoints: SharedCheckpoints) -> None:
-    config = EngineConfig(model=checkpoints(sparse_encoders.opensearch_v3), dtype="float32")
+async def test_weights_that_are_looked_up_tell_caches_apart(opensearch: str) -> None:
+    config = EngineConfig(model=opensearch, dtype="float32")
     model = load_model(config, CPU)
     before = fingerprint(ingredients(model, config, torch.float32, "float32"))
     head: Any = model.tasks[model.score_task].head
@@ -140,13 +135,10 @@ async def test_explanations_of_bge_m3_add_up(bge_m3: str, engines: Engines, pair
         assert one.score == pytest.approx(np.mean([match.similarity for match in matches]), abs=1e-4)
 
 
-async def test_layers_of_bge_m3_are_read_if_they_are_no_pickles(
-    bge_m3: str, changed: Changed, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_pickles_are_not_read(bge_m3: str, changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         model = load_model(EngineConfig(model=bge_m3), CPU)
-    assert sorted(model.tasks) == ["embed", "token_embed"]
-    assert model.score_type.value == "bi-encoder"
+    assert (sorted(model.tasks), model.score_type.value) == (["embed", "token_embed"], "bi-encoder")
     assert "colbert_linear and sparse_linear beside the model are not read" in caplog.text
     rows = inspect_model(EngineConfig(model=bge_m3, dtype="float32"))
     assert rows["more"] == (

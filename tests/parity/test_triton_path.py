@@ -79,7 +79,5 @@ async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float
         (compare_cross_encoder, cross_encoders.qwen3, ()),
     ],
 )  # fmt: skip
-def test_engines_on_triton_score_as_on_torch(
-    compare: Any, build: Any, options: tuple[str, ...], checkpoints: SharedCheckpoints
-) -> None:
+def test_triton_scores_alike(compare: Any, build: Any, options: Any, checkpoints: SharedCheckpoints) -> None:
     run_interpreted(compare, checkpoints(build), *options)

@@ -73,9 +73,7 @@ def _sigmoids(path: str, queries: list[str], documents: list[str]) -> Any:
     return references.sigmoid(plain_models.nemotron_rerank(path, queries, documents))
 
 
-def _late(
-    path: str, queries: list[str], documents: list[str], pooling: Any = None, dimensions: int | None = None
-) -> Any:
+def _late(path: str, queries: Any, documents: Any, pooling: Any = None, dimensions: int | None = None) -> Any:
     """MaxSim of MultiVectorEncoder's vectors, of which tokens are merged, or the first columns kept."""
     model, normalize = references.loaded(MultiVectorEncoder, path), torch.nn.functional.normalize
     made = model.encode_query(queries), model.encode_document(documents, token_pooling=pooling)
@@ -109,9 +107,7 @@ def _meant(name: str, build: Build, documents: tuple[str, ...] = DOCUMENTS, **mo
     return Variant(name, build, **{"reference": references.cross_encoder, "documents": documents} | more)
 
 
-def _saved(
-    name: str, build: Build, kind: type[Any] = SentenceTransformer, edits: tuple[Edit, ...] = (), **more: Any
-) -> Variant:
+def _saved(name: str, build: Build, kind: Any = SentenceTransformer, edits: Any = (), **more: Any) -> Variant:
     more |= {"edits": edits, "execution": None, "kind": kind}
     return Variant(name, build, partial(_by_library, kind=kind), **more)
 

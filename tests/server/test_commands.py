@@ -19,7 +19,7 @@ from maxsimd.api.cli import main
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.media import PictureError, PictureLimits, pages_of
-from tests.checkpoints import bi_encoders, visual
+from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program, run_command
 from tests.waiting import wait_for
@@ -36,18 +36,13 @@ def _lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def small(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(bi_encoders.bge)
-
-
 def _engine(model: str | None = None) -> SyncEngine:
     return SyncEngine(EngineConfig(model=model, dtype="float32"), progress=False)
 
 
 @pytest.fixture(scope="module")
-def small_engine(small: str) -> Iterator[SyncEngine]:
-    with _engine(small) as engine:
+def small_engine(bge: str) -> Iterator[SyncEngine]:
+    with _engine(bge) as engine:
         yield engine
 
 
@@ -171,14 +166,14 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_p
     assert len([line for line in ran.stderr.splitlines() if line.startswith("Error")]) == 1
 
 
-def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine) -> None:
+def test_texts_are_embedded(tmp_path: Path, bge: str, small_engine: SyncEngine) -> None:
     file, out, tokens = (tmp_path / name for name in ("texts.jsonl", "vectors.npy", "tokens.npz"))
     file.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)), "utf-8")
     one = small_engine.embed(TEXTS, input_type="document").embeddings
     each = small_engine.embed_tokens(TEXTS).embeddings
 
     def embed(*options: str, status: int = 0) -> Result:
-        ran = CliRunner().invoke(main, ["embed", small, "--texts", str(file), *FLOAT32, *options])
+        ran = CliRunner().invoke(main, ["embed", bge, "--texts", str(file), *FLOAT32, *options])
         assert ran.exit_code == status, ran.output
         return ran
 
@@ -194,7 +189,7 @@ def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-def test_eval_is_ir_measures(tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]) -> None:
+def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine, pairs: list[Pair]) -> None:
     texts = [pair.document[:200] for pair in pairs[:20]]
     documents = [{"_id": f"d{i}", "title": "", "text": text} for i, text in enumerate(texts)]
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
@@ -208,7 +203,7 @@ def test_eval_is_ir_measures(tmp_path: Path, small: str, small_engine: SyncEngin
     def evaluated(*more: str, judged: str = "qrels.tsv") -> Result:
         files = {"queries": "queries.jsonl", "documents": "documents.jsonl", "qrels": judged}
         options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
-        return CliRunner().invoke(main, ["eval", small, *FLOAT32, *options, *more])
+        return CliRunner().invoke(main, ["eval", bge, *FLOAT32, *options, *more])
 
     texts = [each["text"] for each in documents]
     scores = {each["_id"]: small_engine.score(each["text"], texts).scores for each in queries}

@@ -78,7 +78,7 @@ async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Ser
         await asyncio.wait_for(status, 60)
 
 
-async def test_the_server_listens_where_it_should_until_it_has_drained(
+async def test_a_server_listens_until_drained(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
@@ -105,14 +105,12 @@ async def test_the_server_listens_where_it_should_until_it_has_drained(
                 stops[0]._drained.set()
                 await asyncio.sleep(0.05)
                 refused = await other.post("/rerank", json=LIGHT)
-        assert refused.status_code == 503
-        assert refused.headers["Connection"] == "close"
+        assert (refused.status_code, refused.headers["Connection"]) == (503, "close")
         async with httpx.AsyncClient() as late:
             with pytest.raises(httpx.ConnectError):
                 await late.get(server.url + "/health")
         answer = await heavy
-        assert answer.status_code == 200
-        assert len(answer.json()["results"]) == 8
+        assert (answer.status_code, len(answer.json()["results"])) == (200, 8)
         assert answer.headers["Connection"] == "close"
         assert await asyncio.wait_for(server.status, 120) == 0
         assert not server.engine.is_healthy
@@ -139,9 +137,7 @@ async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, *
     return record.getMessage()
 
 
-async def test_a_failed_load_is_one_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_load_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no folder '/nowhere/at/all'" in await _refusal(caplog, "/nowhere/at/all")
 
     async def fail(engine: Engine) -> None:
@@ -185,9 +181,7 @@ def test_all_addresses_of_ipv6_take_ipv4_too() -> None:
         ({"max_connections": 10**9}, "--limit max_connections=1000000000 is more than the "),
     ],
 )
-async def test_what_a_server_cannot_be_set_up_with_is_one_line(
-    caplog: pytest.LogCaptureFixture, options: dict[str, Any], line: str
-) -> None:
+async def test_a_wrong_set_up_is_one_line(caplog: pytest.LogCaptureFixture, options: Any, line: str) -> None:
     assert (await _refusal(caplog, **options)).startswith(line)
 
 

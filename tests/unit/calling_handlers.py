@@ -96,9 +96,7 @@ class Caller:
         self.engine = engine
         self.state = ServerState(engine, ServerConfig(**options))
 
-    async def ask(
-        self, method: str, path: str, body: Any = b"", headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    async def ask(self, method: str, path: str, body: Any = b"", headers: Any = None) -> Answer:
         """`body` as it is where it is bytes or a list of pieces, else as JSON."""
         if not isinstance(body, bytes | Pieces):
             body = json.dumps(body).encode()

@@ -52,8 +52,7 @@ def test_older_objects_are_frozen_and_unfrozen_after() -> None:
         assert gc.get_threshold()[:2] == before[:2]
         assert gc.get_threshold()[2] >= 1_000_000_000
         circle = aged_circle()
-    assert gc.get_threshold() == before
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     gc.collect()
     assert circle() is None
 

@@ -15,18 +15,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from maxsimd.api import options
 from maxsimd.api.cli import main
 from maxsimd.api.cluster.config import RAYS_OWN, AppConfig
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.supervisor import supervise
-from maxsimd.api.options import (
-    flag,
-    flag_with_collection,
-    in_collections,
-    in_flags,
-    markdown_tables,
-    variable,
-)
+from maxsimd.api.options import flag, in_collections, in_flags, variable
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.config import COLLECTIONS, GROUPS
 
@@ -101,7 +95,7 @@ def test_every_option_reaches_its_configuration(served: Captured) -> None:
             assert list(served[0][:2]) == expected
 
 
-def test_serve_sets_up_logging_as_asked(
+def test_logging_is_set_up(
     served: Captured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_up: list[tuple[str, str]] = []
@@ -210,10 +204,8 @@ def test_options_in_collections_keep_their_old_names(tmp_path: Path) -> None:
 def test_each_source_of_a_collection_goes_before_the_next(tmp_path: Path) -> None:
     file = tmp_path / "maxsimd.yaml"
     file.write_text("debug: {kernels: torch, packing: 'off', cuda_graphs: 'off'}")
-    arguments = ("--config", str(file), "--debug", "kernels=auto")
-    printed, _ = _printed(
-        *arguments, MAXSIMD_DEBUG="packing=auto kernels=torch", MAXSIMD_LIMIT="max_vectors=7"
-    )
+    given = ("--config", str(file), "--debug", "kernels=auto")
+    printed, _ = _printed(*given, MAXSIMD_DEBUG="packing=auto kernels=torch", MAXSIMD_LIMIT="max_vectors=7")
     kept = {name: printed["debug"][name] for name in ("kernels", "packing", "cuda_graphs")}
     assert kept == {"kernels": "auto", "packing": "auto", "cuda_graphs": "off"}
     assert printed["limit"]["max_vectors"] == 7
@@ -301,13 +293,13 @@ def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_tables_of_options_have_a_row_for_each() -> None:
-    tables = markdown_tables(EngineConfig, ServerConfig)
+    tables = options.markdown_tables(EngineConfig, ServerConfig)
     assert re.findall(r"^## (.+)", tables, flags=re.MULTILINE) == [*GROUPS.values()]
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| `")]
     fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
     defaults = {row[0].strip("`"): row[1] for row in rows}
     assert len(rows) == len(defaults)
-    assert defaults.keys() == {flag_with_collection(field.name) for field in fields} - {"--model"}
+    assert defaults.keys() == {options.flag_with_collection(field.name) for field in fields} - {"--model"}
     for name, shown in (
         ("--port", "8000"),
         ("--served-model-name", ""),

@@ -11,14 +11,7 @@ from click.testing import CliRunner
 from maxsimd.api.cli import main
 from maxsimd.bench.gpu import compiled as table
 from maxsimd.bench.gpu.ahead_of_time import H100, H200, MachineCode, compiled, resident_programs
-from maxsimd.bench.gpu.compiled import (
-    COLBERT,
-    COLPALI,
-    LIMITS,
-    MaxSimLaunch,
-    forecast,
-    maxsim_launches,
-)
+from maxsimd.bench.gpu.compiled import COLBERT, COLPALI, LIMITS, MaxSimLaunch, maxsim_launches
 from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES
 from tests.exhaustive import exhaustive
 
@@ -88,9 +81,7 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
         *exhaustive((64, "bf16", 4, 140), (128, "bf16", 2, 240), (64, "i8", 4, 290)),
     ],
 )
-def test_a_turn_takes_few_instructions_and_others_run_beside_it(
-    longest_query: int, documents: str, programs: int, instructions: int
-) -> None:
+def test_turns_are_short(longest_query: int, documents: str, programs: int, instructions: int) -> None:
     _, code = on_hopper(longest_query, documents)
     assert resident_programs(code, H100) >= programs
     assert len(code.main_loop) <= instructions
@@ -100,8 +91,7 @@ def test_a_turn_takes_few_instructions_and_others_run_beside_it(
 def test_int8_documents_are_multiplied_at_once(longest_query: int) -> None:
     _, code = on_hopper(longest_query, "i8")
     loop = code.main_loop
-    assert len(loop.tensor) == 8
-    assert loop.count(lambda each: "WARPGROUP.ARRIVE" in each) == 1
+    assert (len(loop.tensor), loop.count(lambda each: "WARPGROUP.ARRIVE" in each)) == (8, 1)
     assert loop.count(lambda each: re.search(r"\bSTS", each) is not None) == 0
     assert loop.count(lambda each: "LDGSTS" in each) > 0, "tiles are on their way before they are needed"
 
@@ -117,14 +107,14 @@ def test_loads_are_wide_though_addresses_are_not_specialised(documents: str) -> 
 
 
 def test_passages_are_bound_by_memory_and_pages_by_products() -> None:
-    assert forecast(*on_hopper(1024), COLPALI, H100).tflops >= 540
-    assert forecast(*on_hopper(1024, "i8"), COLPALI, H100).tflops >= 440
+    assert table.forecast(*on_hopper(1024), COLPALI, H100).tflops >= 540
+    assert table.forecast(*on_hopper(1024, "i8"), COLPALI, H100).tflops >= 440
     for gpu in (H100, H200):
-        found = forecast(*on_hopper(32), COLBERT, gpu)
+        found = table.forecast(*on_hopper(32), COLBERT, gpu)
         assert found.held_up_by == "memory"
         assert found.floor_us == pytest.approx(460.8e6 / gpu.bandwidth * 1e6)
         assert found.over_floor <= 0.10
-    times = [forecast(*on_hopper(32, documents), COLBERT, H100).us for documents in ("bf16", "i8")]
+    times = [table.forecast(*on_hopper(32, documents), COLBERT, H100).us for documents in ("bf16", "i8")]
     assert times[0] / times[1] >= 1.4, "int8 documents take less time"
 
 

@@ -35,9 +35,7 @@ def text_of(tokens: int) -> EmbedRequest:
 class Door:
     """An admission before a scheduler that is known for 100 tokens a second, and runs nothing."""
 
-    def __init__(
-        self, rate: float | None = 100.0, tenants: dict[str, Tenant] | None = None, **limits: Any
-    ) -> None:
+    def __init__(self, rate: float | None = 100.0, tenants: Any = None, **limits: Any) -> None:
         self.limits = replace(LIMITS, **limits)
         loop = asyncio.get_running_loop()
         self.metrics = EngineMetrics()
@@ -54,11 +52,9 @@ class Door:
         self.admission = Admission(self.limits, self.actor, self.metrics, self.tenants, lambda: self.now)
         self._numbers = iter(range(1000))
 
-    def queue(
-        self, requests: int, tokens: int, **options: Any
-    ) -> tuple[WaitingRequest, asyncio.Future[Values]]:
+    def queue(self, count: int, tokens: int, **options: Any) -> tuple[WaitingRequest, asyncio.Future[Values]]:
         """Queues so many requests; returns the last one."""
-        for _ in range(requests):
+        for _ in range(count):
             number = next(self._numbers)
             lengths = [50] * (tokens // 50) + [tokens % 50] * (tokens % 50 > 0)
             run = RunOptions(**options)

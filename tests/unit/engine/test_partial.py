@@ -10,24 +10,14 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import (
-    CUT_LONG,
-    WINDOW_LONG,
-    Engine,
-    EngineConfig,
-    RankedDocument,
-    SyncEngine,
-    Truncation,
-    errors,
-    workers,
-)
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, SyncEngine, Truncation, errors
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors.processor import ProcessorContext, RequestIds, ScoreProcessor, UnscoredPlan
 from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Step
-from tests.checkpoints import bi_encoders, cross_encoders, language_models
+from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import held_steps
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -67,7 +57,7 @@ def documents(pairs: list[Pair]) -> list[str]:
 
 
 async def test_failed_documents_have_errors(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_MANY_VALUES", 40)
+    monkeypatch.setattr("maxsimd.engine.workers._MANY_VALUES", 40)
     short, too_long = [f"text {i}" for i in range(80)], "word " * 600
     whole = await engine.score("a query", short)
     mixed = [*short[:40], too_long, *short[40:], POISON, "\ud800", POISON]
@@ -185,9 +175,8 @@ async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: Recording
         assert (status, error["param"]) == (400, next(iter(option)))
 
 
-async def test_a_listwise_model_gives_all_at_once_and_nothing_in_part(checkpoints: SharedCheckpoints) -> None:
-    model = checkpoints(language_models.jina_reranker_v3)
-    async with Engine(EngineConfig(model=model, dtype="float32")) as source:
+async def test_a_listwise_model_gives_all_at_once_and_nothing_in_part(listwise: str) -> None:
+    async with Engine(EngineConfig(model=listwise, dtype="float32")) as source:
         for option, value in (("on_timeout", "partial"), ("on_error", "report")):
             with pytest.raises(errors.InvalidRequestError, match="scores documents by each other") as refused:
                 await source.score("a", ["b"], **{option: value})  # type: ignore[arg-type]
@@ -219,7 +208,7 @@ async def source(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints)
         yield source
 
 
-async def _streamed(source: Engine, *texts: Any, **options: Any) -> tuple[list[list[RankedDocument]], Any]:
+async def _streamed(source: Engine, *texts: Any, **options: Any) -> tuple[list[list[Any]], Any]:
     async with source.stream(*texts, **options) as stream:
         parts = [part async for part in stream]
         return parts, stream.result

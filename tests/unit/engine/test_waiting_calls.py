@@ -13,8 +13,6 @@ import pytest_asyncio
 
 from maxsimd.engine import Engine, EngineConfig, Engines, Stage, SyncEngine, Tenant, errors
 from maxsimd.engine.metrics import EngineStats
-from tests.checkpoints import bi_encoders, cross_encoders
-from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import held_steps
 from tests.waiting import until
 
@@ -24,9 +22,9 @@ DOCUMENTS = [f"the document with the number {i}" for i in range(20)]
 
 
 @pytest.fixture(scope="module")
-def config(checkpoints: SharedCheckpoints) -> EngineConfig:
+def config(bge: str) -> EngineConfig:
     return EngineConfig(
-        model=checkpoints(bi_encoders.bge), score_type="late-interaction", dtype="float32",
+        model=bge, score_type="late-interaction", dtype="float32",
         max_batch_tokens=128, max_queued_tokens=1000, cache_mb=0, threads=1,
     )  # fmt: skip
 
@@ -160,10 +158,8 @@ async def test_a_stop_without_grace_lets_calls_that_wait_finish(config: EngineCo
     assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
 
 
-async def test_models_share_a_device_and_wait(config: EngineConfig, checkpoints: SharedCheckpoints) -> None:
-    second = EngineConfig(
-        model=checkpoints(cross_encoders.bert), dtype="float32", threads=1, max_queued_tokens=1000
-    )
+async def test_models_share_a_device_and_wait(config: EngineConfig, bert_cross_encoder: str) -> None:
+    second = EngineConfig(model=bert_cross_encoder, dtype="float32", threads=1, max_queued_tokens=1000)
     async with Engines({"first": config, "second": second}) as models, asyncio.timeout(120):
         stages = [Stage("first", keep=5), Stage("second")]
         cascades = [models.rerank(f"query {i}", DOCUMENTS, stages) for i in range(30)]

@@ -263,8 +263,7 @@ def test_items_equal_their_plain_definitions(cut: CutSequences, seed: int) -> No
         key, ids = sequence.sequence_id, sequence.tokens.ids.tolist()
         weights = heaviest(ids, states[key][:, 0].relu().tolist())
         found = {int(token): weight for token, weight in sparse[key].tolist()}
-        assert found == pytest.approx(weights)
-        assert list(found) == sorted(found)
+        assert (found, list(found)) == (pytest.approx(weights), sorted(found))
         item = hybrid[key]
         assert item[:, DIM].tolist() == ids
         of_rows = [weights.get(token, 0.0) if token not in ids[:i] else 0.0 for i, token in enumerate(ids)]

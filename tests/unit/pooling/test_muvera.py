@@ -53,9 +53,7 @@ def plain(encoding: Muvera, tokens: NDArray[Any], input_type: InputType) -> NDAr
         random_signs = np.array(signs).reshape(reps, width, dim)
     blocks: list[NDArray[Any]] = []
     for rep in range(reps):
-        regions = [
-            sum(int(plane @ token > 0) << bit for bit, plane in enumerate(planes[rep])) for token in tokens
-        ]
+        regions = [sum(int(p @ token > 0) << bit for bit, p in enumerate(planes[rep])) for token in tokens]
         projected = [
             token if encoding.d_proj is None else random_signs[rep] @ token / math.sqrt(width)
             for token in tokens

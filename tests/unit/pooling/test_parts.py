@@ -44,8 +44,7 @@ def test_prefixes_are_not_pooled_and_need_no_method() -> None:
     pair = TokenSequence.pair(2, ResultSlot(0, 0), tokens(5), prefix)
     pooler = DispatchPooler({"classify": methods.LastPool(as_is)})
     [pooled] = pooler.pool(numbered(5), methods.PoolingCursor((whole(prefix), Chunk(pair, 3, 5)), (0, 3)))
-    assert pooled.sequences == (pair,)
-    assert pooled.items.values[:, 0].tolist() == [4]
+    assert (pooled.sequences, pooled.items.values[:, 0].tolist()) == ((pair,), [4])
     assert pooler.pool(numbered(3), methods.PoolingCursor((whole(prefix),), (0,))) == []
 
 
@@ -172,9 +171,7 @@ def test_int8_rows_are_decoded_by_scales(lengths: list[int], together: int, dtyp
 
 @settings(max_examples=40)
 @given(LENGTHS, LENGTHS, st.data(), st.booleans())
-def test_items_are_joined_and_taken_in_order_with_scales(
-    first: list[int], second: list[int], data: st.DataObject, scaled: bool
-) -> None:
+def test_items_stay_in_order(first: list[int], second: list[int], data: st.DataObject, scaled: bool) -> None:
     parts = [_scaled(lengths) for lengths in (first, second)]
     if not scaled:
         parts = [Ragged(part.values, part.offsets) for part in parts]

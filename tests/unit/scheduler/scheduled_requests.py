@@ -2,17 +2,8 @@
 
 import numpy as np
 
-from maxsimd.scheduler import (
-    CachedBatch,
-    DocumentPayload,
-    ImageJob,
-    PlacedImage,
-    ResultSlot,
-    Scheduler,
-    Step,
-    Tokens,
-    TokenSequence,
-)
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Scheduler, Step, Tokens, TokenSequence
+from maxsimd.scheduler.sequence import ImageJob, PlacedImage
 
 WORDS = np.zeros(100_000, dtype=np.int32)
 

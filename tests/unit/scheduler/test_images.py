@@ -132,8 +132,7 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     scheduler.admit(1, texts(1, [6], first_id=50))
     step = scheduler.schedule()
     assert step is not None
-    assert step.num_parts == 4
-    assert step.request_ids == {0, 1}
+    assert (step.num_parts, step.request_ids) == (4, {0, 1})
     stages = step.stages()
     assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]
     parts = [half for stage in step.halves() for half in stage.halves()]

@@ -210,8 +210,7 @@ def test_the_rate_is_that_of_full_steps() -> None:
     assert rate.tokens_per_second is None, "neither is a measurement"
     assert rate.seconds(10) is None
     rate.observe(50, 0.5)
-    assert rate.tokens_per_second == 100
-    assert rate.seconds(25) == 0.25
+    assert (rate.tokens_per_second, rate.seconds(25)) == (100, 0.25)
     rate.observe(1, 1000.0)
     assert rate.tokens_per_second == 100
     newer = ServiceRate(BUDGET)

@@ -5,17 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import (
-    Chunk,
-    JoinedTokens,
-    Scheduler,
-    Step,
-    StepLimits,
-    Tokens,
-    WaitingRequest,
-    share_of,
-)
+from maxsimd.scheduler import Chunk, JoinedTokens, Scheduler, Step, StepLimits, Tokens, WaitingRequest
 from maxsimd.scheduler.scheduler import STEPS_BESIDE_SMALL
+from maxsimd.scheduler.waiting import share_of
 from tests.unit.scheduler.scheduled_requests import (
     cached,
     cost,
@@ -90,8 +82,7 @@ def test_documents_follow_their_query() -> None:
     sequences, batches = two_stage(0, [10], [20, 30], [5])
     scheduler.admit(0, sequences, batches)
     step = scheduler.schedule()
-    assert spans(step) == [(0, 0, 10), (2, 0, 30), (1, 0, 20)]
-    assert prices(step) == [5]
+    assert (spans(step), prices(step)) == ([(0, 0, 10), (2, 0, 30), (1, 0, 20)], [5])
     scheduler.admit(1, [document(1, 11, 50, 10), query(1, 10, 50)])
     assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [10, 11], "in any order"
     scheduler.admit(2, [query(2, 12, 50, num_consumers=0)])
@@ -109,8 +100,7 @@ def test_documents_follow_their_query() -> None:
     scheduler.admit(0, [document(0, 1, 2, 0)], [cached(0, 2, query_id=0)])
     assert spans(scheduler.schedule()) == [(0, 10, 20)]
     step = scheduler.schedule()
-    assert spans(step) == [(0, 20, 25), (1, 0, 2)]
-    assert prices(step) == [2]
+    assert (spans(step), prices(step)) == ([(0, 20, 25), (1, 0, 2)], [2])
     scheduler.admit(0, [document(0, 2, 2, 0)])
     assert spans(scheduler.schedule()) == [(2, 0, 2)]
 

@@ -204,9 +204,7 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_an_engine_that_restarts_clears_its_cache_before_it_gets_work(
-    tmp_path: Path, is_alone: bool
-) -> None:
+async def test_an_engine_that_restarts_clears_its_cache_first(tmp_path: Path, is_alone: bool) -> None:
     async with fleet(tmp_path, 2, is_alone=is_alone) as (front, engines):
         restarting, _ = engines
         await restarting.die()
@@ -332,8 +330,7 @@ async def test_parts_without_time_count_no_query() -> None:
         scored.commit(np.array([index]), wire.Scored(part))
     result = scored.result()
     assert (result.usage, result.truncated, result.truncated_queries) == (Usage(30, 0, 0, 10), 1, 1)
-    assert result.unscored == (1,)
-    assert result.errors == {2: "documents[2] is bad"}
+    assert (result.unscored, result.errors) == ((1,), {2: "documents[2] is bad"})
     np.testing.assert_array_equal(result.ranking_scores, [20.0, math.nan, math.nan])
 
 
@@ -624,8 +621,7 @@ async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> N
         await until(lambda: sum(engine.cancelled for engine in engines) == 1)
         assert [engine.asked for engine in engines] == [[], []]
         partial = await front.score("q", _documents(60), timeout=0.2, on_timeout="partial")
-        assert partial.unscored == tuple(range(60))
-        assert partial.usage == Usage(0)
+        assert (partial.unscored, partial.usage) == (tuple(range(60)), Usage(0))
 
 
 def test_what_is_sent_is_received() -> None:

@@ -59,9 +59,8 @@ async def test_documents_are_ranked_best_first(caller: Caller) -> None:
     expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
     order = sorted(range(3), key=lambda i: -expected[i])
     for path, value in itertools.product(RERANKS, (None, True, False)):
-        answer = await caller.json(
-            path, {"query": QUERY, "documents": DOCUMENTS, "return_documents": value, "top_n": 0}
-        )
+        body = {"query": QUERY, "documents": DOCUMENTS, "return_documents": value, "top_n": 0}
+        answer = await caller.json(path, body)
         assert set(answer) == {"id", "model", "results", "usage", "meta", "score_scale"}
         _check_head(answer, "rerank")
         assert answer["meta"] == {
@@ -74,9 +73,8 @@ async def test_documents_are_ranked_best_first(caller: Caller) -> None:
             assert item == nearly({"index": i, "relevance_score": expected[i]}) | text
         bare = await caller.json(path, {"query": QUERY, "texts": DOCUMENTS, "return_text": value})
         for i, item in zip(order, bare, strict=True):
-            assert item == nearly({"index": i, "score": expected[i]}) | (
-                {"text": DOCUMENTS[i]} if value else {}
-            )
+            text = {"text": DOCUMENTS[i]} if value else {}
+            assert item == nearly({"index": i, "score": expected[i]}) | text
     for path, top_n in itertools.product(RERANKS, (2, 4)):
         best = order[:top_n]
         answer = await caller.json(path, {"query": QUERY, "documents": DOCUMENTS, "top_n": top_n})
@@ -91,11 +89,8 @@ async def test_usage_counts_tokens_and_those_in_the_cache(caller: Caller) -> Non
     assert (await caller.json("/score", score))["usage"] == {"prompt_tokens": 10, "total_tokens": 10}
     rerank = {"query": "hello", "documents": ["world", "two words", "of all three"]}
     details = {"cached_tokens": 7, "cached_documents": 2}
-    assert (await caller.json("/rerank", rerank))["usage"] == {
-        "prompt_tokens": 15,
-        "total_tokens": 15,
-        "prompt_tokens_details": details,
-    }
+    usage = (await caller.json("/rerank", rerank))["usage"]
+    assert usage == {"prompt_tokens": 15, "total_tokens": 15, "prompt_tokens_details": details}
     assert (await caller.json("/score", score))["usage"]["prompt_tokens_details"] == details
     for path in ("/v1/embeddings", "/pooling"):
         answer = await caller.json(path, {"input": ["hello", "two words"]})
@@ -193,10 +188,9 @@ async def test_what_the_model_cannot_do_is_refused(caller: Caller) -> None:
     ):
         await caller.refused(path, body, 400, "task", "cannot classify; it can embed and token_embed")
     for task in (None, "token_embed", "embed"):
-        await caller.refused(
-            "/pooling", {"input": "a", "task": task, "use_activation": False}, 400, "use_activation"
-        )
-        await caller.json("/pooling", {"input": "a", "task": task, "use_activation": True})
+        body = {"input": "a", "task": task}
+        await caller.refused("/pooling", body | {"use_activation": False}, 400, "use_activation")
+        await caller.json("/pooling", body | {"use_activation": True})
     messages = [{"role": "user", "content": "a"}]
     await caller.refused("/v1/embeddings", {"messages": messages}, 400, says="no chat template")
 
@@ -209,19 +203,13 @@ async def test_the_model_card_and_metrics_say_what_runs(caller: Caller) -> None:
     assert abs(card.pop("created") - time.time()) < 600
     findings = caller.engine.device_model.findings
     assert card.pop("checked") == [str(finding) for finding in findings]
-    assert card == {
-        "id": "mine",
-        "object": "model",
-        "owned_by": "maxsimd",
-        "root": "all-MiniLM-L6-v2",
-        "state": "ok",
+    named = {"id": "mine", "object": "model", "owned_by": "maxsimd", "root": "all-MiniLM-L6-v2"}
+    runs = {"execution": "packed", "device": "cpu", "kernels": caller.engine.facts.kernels, "state": "ok"}
+    assert card == named | runs | {
         "max_model_len": 256,
         "score_type": "late-interaction",
         "score_scale": {"transform": "maxsim", "min": None, "max": None},
         "normalized_score_scale": {"transform": "clipped meanmaxsim", "min": 0.0, "max": 1.0},
-        "execution": "packed",
-        "device": "cpu",
-        "kernels": caller.engine.facts.kernels,
     }
     await caller.json("/score", {"queries": "q", "documents": "d"})
     answer = await caller.ask("GET", "/metrics")
@@ -257,24 +245,16 @@ async def ranked(engine: RecordingEngine) -> RerankResult:
 async def test_voyages_and_mixedbreads_shapes(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "model": None, "top_k": 2, "truncation": True}
     answer = await caller.json("/v1/rerank", body)
-    assert answer == nearly(
-        {
-            "object": "list",
-            "data": [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]],
-            "model": caller.state.model_name,
-            "usage": answer["usage"] | {"total_tokens": ranked.usage.prompt_tokens},
-        }
-    )
+    best = [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]]
+    usage = answer["usage"] | {"total_tokens": ranked.usage.prompt_tokens}
+    named = {"object": "list", "model": caller.state.model_name}
+    assert answer == nearly(named | {"data": best, "usage": usage})
     answer = await caller.json("/v1/rerank", body | {"return_documents": True})
     assert [item["document"] for item in answer["data"]] == [one.document for one in ranked.results[:2]]
     body = {"query": QUERY, "input": DOCUMENTS, "top_k": 2, "return_input": True}
     answer = await caller.json("/v1/reranking", body)
-    assert answer["data"] == nearly(
-        [
-            {"index": one.index, "score": one.score, "input": one.document, "object": "rank_result"}
-            for one in ranked.results[:2]
-        ]
-    )
+    best = [{"index": one.index, "score": one.score, "input": one.document} for one in ranked.results[:2]]
+    assert answer["data"] == nearly([one | {"object": "rank_result"} for one in best])
     assert (answer["object"], answer["top_k"], answer["return_input"]) == ("list", 2, True)
     del body["return_input"]
     assert [item["input"] for item in (await caller.json("/v1/reranking", body))["data"]] == [None, None]
@@ -288,15 +268,13 @@ async def test_nvidias_and_deepinfras_shapes(caller: Caller, ranked: RerankResul
     answer = await caller.json("/v1/ranking", {"query": {"text": QUERY}, "passages": passages})
     assert answer["rankings"] == nearly([{"index": one.index, "logit": one.score} for one in ranked.results])
     assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
-    body = {"queries": [QUERY] * 3, "documents": DOCUMENTS}
-    answer = await caller.json("/v1/inference/all-MiniLM-L6-v2", body)
+    path, body = "/v1/inference/all-MiniLM-L6-v2", {"queries": [QUERY] * 3, "documents": DOCUMENTS}
+    answer = await caller.json(path, body)
     expected = {one.index: one.score for one in ranked.results}
     assert answer["scores"] == nearly([expected[i] for i in range(3)])
     status = answer["inference_status"]
     assert (status["status"], status["tokens_input"]) == ("succeeded", answer["input_tokens"])
-    await caller.refused(
-        "/v1/inference/all-MiniLM-L6-v2", body | {"score_threshold": 0.5}, 400, "score_threshold"
-    )
+    await caller.refused(path, body | {"score_threshold": 0.5}, 400, "score_threshold")
 
 
 async def test_llama_cpps_and_infinitys_shapes(caller: Caller, ranked: RerankResult) -> None:
@@ -304,21 +282,16 @@ async def test_llama_cpps_and_infinitys_shapes(caller: Caller, ranked: RerankRes
     best = [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]]
     for path in ("/reranking", "/v1/reranking"):
         answer = await caller.json(path, body)
-        assert answer == nearly(
-            {"model": caller.state.model_name, "object": "list", "usage": answer["usage"], "results": best}
-        )
+        named = {"object": "list", "model": caller.state.model_name}
+        assert answer == nearly(named | {"usage": answer["usage"], "results": best})
     answer = await caller.json("/reranking", body | {"return_documents": True})
     assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in ranked.results[:2]]
     answer = await caller.json("/reranking", {"query": QUERY, "texts": DOCUMENTS, "top_n": 1})
     assert answer == nearly([{"index": best[0]["index"], "score": best[0]["relevance_score"]}])
     body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
     answer = await caller.json("/infinity/rerank", body)
-    assert answer["results"] == nearly(
-        [
-            {"relevance_score": one.score, "index": one.index, "document": one.document}
-            for one in ranked.results[:2]
-        ]
-    )
+    shown = [{"document": one.document} for one in ranked.results[:2]]
+    assert answer["results"] == nearly([one | two for one, two in zip(best, shown, strict=True)])
     assert answer["object"] == "rerank"
     assert answer["usage"]["total_tokens"] == ranked.usage.prompt_tokens
     del body["return_documents"]
@@ -505,10 +478,9 @@ async def test_chunks_come_as_texts_or_by_their_characters(caller: Caller) -> No
     ends = np.cumsum([len(chunk) for chunk in CHUNKS]).tolist()
     spans = [*zip([0, *ends], ends, strict=False)]
     by_text = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": True})
-    by_character = await caller.json(
-        "/v1/embeddings", {"input": "".join(CHUNKS), "late_chunking": True, "chunks": spans}
-    )
-    whole = await caller.json("/v1/embeddings", {"input": "".join(CHUNKS)})
+    document = {"input": "".join(CHUNKS)}
+    by_character = await caller.json("/v1/embeddings", {**document, "late_chunking": True, "chunks": spans})
+    whole = await caller.json("/v1/embeddings", document)
     alone = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": False})
     vectors = [np.array([item["embedding"] for item in answer["data"]]) for answer in (by_text, by_character)]
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)

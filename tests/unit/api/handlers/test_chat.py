@@ -69,9 +69,7 @@ async def test_media_and_chats_time_out(engine: RecordingEngine, monkeypatch: py
         ("/v1/multi-vector", {}),
     ],
 )
-async def test_messages_are_read_as_the_template_writes_them(
-    engine: RecordingEngine, model: str, path: str, more: dict[str, Any]
-) -> None:
+async def test_messages_read_as_templated(engine: RecordingEngine, model: str, path: str, more: Any) -> None:
     answer = await Caller(engine).json(path, {"messages": MESSAGES, **more})
     read = AutoTokenizer.from_pretrained(model).apply_chat_template(MESSAGES, tokenize=True, **more)
     ids = read if isinstance(read, list) else read["input_ids"]

@@ -37,8 +37,7 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> No
         for item, row in zip(answer["data"], result.scores, strict=True):
             assert set(item) == {"index", "label", "probs", "num_classes"}
             np.testing.assert_allclose(item["probs"], row, atol=1e-5)
-            assert item["label"] == f"LABEL_{np.argmax(row)}"
-            assert item["num_classes"] == 3
+            assert (item["label"], item["num_classes"]) == (f"LABEL_{np.argmax(row)}", 3)
             assert (sum(item["probs"]) == pytest.approx(1, abs=1e-4)) == (activated is not False)
 
 

@@ -18,8 +18,6 @@ from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.models import SeveralModels
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig, Engines
-from tests.checkpoints import cross_encoders
-from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.calling_handlers import GOOD, Caller, error_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1}
@@ -55,8 +53,8 @@ def _models(setups: dict[str, EngineConfig], folder: str | None = None) -> Sever
 
 
 @pytest.fixture(scope="module")
-def reranker(checkpoints: SharedCheckpoints) -> EngineConfig:
-    return EngineConfig(model=checkpoints(cross_encoders.bert), **OPTIONS)
+def reranker(bert_cross_encoder: str) -> EngineConfig:
+    return EngineConfig(model=bert_cross_encoder, **OPTIONS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -152,11 +150,10 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
         await asking.refused(path, {**body, "model": "nope"}, 404, says=missing)
         await asking.refused(path, {**body, "model": "broken"}, 503)
         await asking.refused(path, {**body, "model": 3}, 400)
-        of_embed, of_rerank = [
-            (await asking("POST", path, {**body, "model": name})).status for name in ("embed", "rerank")
-        ]
-        assert of_embed == (400 if path in ("/embed_sparse", "/predict", "/") else 200)
-        assert of_rerank == (200 if path in ("/predict", "/decode", "/rerank", "/") else 400)
+        of_embed = await asking("POST", path, {**body, "model": "embed"})
+        assert of_embed.status == (400 if path in ("/embed_sparse", "/predict", "/") else 200)
+        of_rerank = await asking("POST", path, {**body, "model": "rerank"})
+        assert of_rerank.status == (200 if path in ("/predict", "/decode", "/rerank", "/") else 400)
     # The root does what the named model is for.
     ranking = {"query": "cat", "texts": DOCUMENTS}
     assert await asking.json("/", {**ranking, "model": "rerank"}) == await asking.json("/rerank", ranking)
@@ -172,8 +169,7 @@ async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
     expected = [{**one, "index": best[one["index"]], "model": "rerank"} for one in by_hand["results"]]
     for path, model in (("/rerank", None), ("/v2/rerank", None), ("/invocations", None), ("/", "rerank")):
         found = await asking.json(path, {**BODY, "cascade": CASCADE, "model": model})
-        assert found["results"] == expected
-        assert found["model"] == "rerank"
+        assert (found["results"], found["model"]) == (expected, "rerank")
         stages = [(stage["model"], stage["documents"]) for stage in found["stages"]]
         assert stages == [("embed", 6), ("rerank", 3)]
         assert all(stage["milliseconds"] > 0 for stage in found["stages"])
@@ -210,11 +206,8 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
         return json.loads((await asking("GET", path)).body)
 
     cards = {card["id"]: card for card in (await page("/v1/models"))["data"]}
-    assert [(name, card["state"]) for name, card in cards.items()] == [
-        ("embed", "ok"),
-        ("rerank", "ok"),
-        ("broken", "failed: there is no folder '/nowhere'"),
-    ]
+    states = {"embed": "ok", "rerank": "ok", "broken": "failed: there is no folder '/nowhere'"}
+    assert [(name, card["state"]) for name, card in cards.items()] == [*states.items()]
     assert cards["embed"]["score_type"] == "bi-encoder"
     assert cards["rerank"]["score_scale"] == {"transform": "sigmoid", "min": 0.0, "max": 1.0}
     for path in ("rerank", "rerank%2F", "rerank//"):
@@ -227,12 +220,9 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert (await asking("GET", "/ready")).status == 200
     assert (await page("/info"))["models"] == ["embed", "rerank"]
     metrics = (await asking("GET", "/metrics")).body.decode()
-    for line in (
-        'model_served{model="embed"} 1.0',
-        'model_served{model="broken"} 0.0',
-        "tokens_total{model=",
-    ):
-        assert f"maxsimd_{line}" in metrics
+    for line in ('served{model="embed"} 1.0', 'served{model="broken"} 0.0'):
+        assert f"maxsimd_model_{line}" in metrics
+    assert "maxsimd_tokens_total{model=" in metrics
     assert metrics.count("# TYPE maxsimd_step_tokens ") == 1
     described = (await page("/openapi.json"))["paths"]["/v1/models/{name}"]
     assert set(described) == {"get", "post", "delete"}

@@ -12,17 +12,14 @@ from maxsimd.api.fleet.messages import Ask, EmbeddedSparse, Reply, decode_to_eng
 from maxsimd.api.fleet.spread import EmbedJob
 from maxsimd.api.handlers import tei
 from maxsimd.engine import EngineConfig
-from tests.checkpoints import sparse_encoders
-from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 TEXTS = ["Paris is in France.", "Berlin is in Germany."]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engine(checkpoints: SharedCheckpoints) -> AsyncIterator[RecordingEngine]:
-    path = checkpoints(sparse_encoders.opensearch_v3)
-    async with RecordingEngine(EngineConfig(model=path, dtype="float32", threads=1)) as engine:
+async def engine(opensearch: str) -> AsyncIterator[RecordingEngine]:
+    async with RecordingEngine(EngineConfig(model=opensearch, dtype="float32", threads=1)) as engine:
         yield engine
 
 

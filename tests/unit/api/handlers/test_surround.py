@@ -14,17 +14,8 @@ from maxsimd.api.handlers.handle import OPEN_ROUTES
 from maxsimd.api.state import CrossOrigin
 from maxsimd.engine import QueueFullError
 from tests.engines import held_steps
-from tests.unit.calling_handlers import (
-    GOOD,
-    HEAVY,
-    POSTED,
-    RERANK,
-    Caller,
-    Pieces,
-    RecordingEngine,
-    error_of,
-    expected,
-)
+from tests.unit import calling_handlers
+from tests.unit.calling_handlers import GOOD, HEAVY, POSTED, RERANK, Caller, RecordingEngine, error_of
 from tests.waiting import until
 
 GUARDED = [
@@ -37,12 +28,8 @@ GUARDED = [
 async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine) -> None:
     caller = Caller(engine, api_key=("one", "two", "schlüssel"))
     for method, path in (*GUARDED, ("GET", "/nope"), ("GET", "/rerank")):
-        wrong = (
-            "Bearer three",
-            "Basic one",
-            "Bearer schl\udcfcssel",
-            "Bearer schl",
-        )  # in Latin 1, and in part
+        # The third is in Latin 1, the last is a part of a key.
+        wrong = ("Bearer three", "Basic one", "Bearer schl\udcfcssel", "Bearer schl")
         for headers in ({}, *({"authorization": each} for each in wrong)):
             answer = await caller.ask(method, path, GOOD.get((method, path)), headers)
             assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), (path, headers)
@@ -51,7 +38,7 @@ async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine
     for method, path in GUARDED:
         key = "bearer two" if path != "/rerank" else "Bearer schlüssel"
         answer = await caller.ask(method, path, GOOD[method, path], {"authorization": key})
-        assert answer.status == (204 if path == "/cache" else expected(path)), path
+        assert answer.status == (204 if path == "/cache" else calling_handlers.expected(path)), path
     assert set(OPEN_ROUTES) == {"/health", "/ready", "/ping"}
     for path in OPEN_ROUTES:
         assert (await caller.ask("GET", path)).status == 200
@@ -72,7 +59,7 @@ async def test_a_request_is_its_keys_tenants_whatever_it_says(
         body = GOOD["POST", path] | {"tenant": "search", "user": "search"}
         for key in tenants if path == "/rerank" else ("two",):
             headers = {"authorization": f"Bearer {key}", "x-tenant": "search"}
-            assert (await caller.post(path, body, headers)).status == expected(path)
+            assert (await caller.post(path, body, headers)).status == calling_handlers.expected(path)
             assert engine.calls[-1][2]["tenant"] == tenants[key], path
             assert vars(lines.records[-1])["fields"]["tenant"] == tenants[key], path
     await Caller(engine).post("/rerank", RERANK | {"tenant": "search"})
@@ -85,7 +72,7 @@ async def test_nothing_is_read_of_a_tenant_beyond_its_rate(engine: RecordingEngi
     caller = Caller(engine, api_key_file=str(file))
     assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer one"})).status == 200
     headers = {"authorization": "Bearer new"}  # of the same tenant
-    body = Pieces([b"not ", b"read"])
+    body = calling_handlers.Pieces([b"not ", b"read"])
     answer = await caller.post("/rerank", body, headers)
     assert (answer.status, error_of(answer)["type"], body.read) == (429, "RateLimitError", 0)
     assert 1 <= int(answer.headers["Retry-After"]) <= 60
@@ -194,8 +181,7 @@ async def test_pages_of_named_origins_alone_may_read_answers(engine: RecordingEn
     caller = Caller(engine, cors_origin=(HERE, "https://there.example"))
     for path, body, status in (("/rerank", RERANK, 200), ("/rerank", b"{", 400), ("/nope", b"", 404)):
         answer = await caller.ask("POST", path, body, {"origin": HERE})
-        assert answer.status == status
-        assert answer.headers["Access-Control-Allow-Origin"] == HERE
+        assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, HERE)
         assert "X-Request-ID" in answer.headers["Access-Control-Expose-Headers"]
         assert answer.headers["Vary"] == "Origin"
     for origin in ("https://else.example", "http://here.example", "null", ""):
@@ -229,9 +215,8 @@ async def test_a_star_is_all_origins_and_only_names_are_repeated() -> None:
     assert "Vary" not in headers
     assert everyone.preflight("OPTIONS", PREFLIGHT, ("GET",)) is not None
     for names in ("x\r\nSet-Cookie: a=b", "x;y", "", "x" * 1001):
-        answer = CrossOrigin((HERE,)).preflight(
-            "OPTIONS", PREFLIGHT | {"access-control-request-headers": names}, ("GET",)
-        )
+        headers = PREFLIGHT | {"access-control-request-headers": names}
+        answer = CrossOrigin((HERE,)).preflight("OPTIONS", headers, ("GET",))
         assert answer is not None
         assert "Access-Control-Allow-Headers" not in answer.headers
 

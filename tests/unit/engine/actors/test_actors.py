@@ -41,9 +41,7 @@ class Device:
         if isinstance(message, Step):
             self.steps.append(message)
 
-    async def admit(
-        self, request_id: int, lengths: list[int], options: RunOptions = DEFAULTS
-    ) -> asyncio.Future[Any]:
+    async def admit(self, request_id: int, lengths: list[int], options: RunOptions = DEFAULTS) -> Any:
         values: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         request = WaitingRequest(request_id, options.share)
         request.add(texts(request_id, lengths, 100 * request_id), [])
@@ -75,8 +73,7 @@ async def test_the_next_step_is_chosen_in_the_last_stage_of_one() -> None:
     await device.actor.receive(actors.StepEnding(device.steps[1].step_id))
     assert len(device.steps) == 2, "as many as are allowed"
     await device.report(device.steps[0], 0, 2, 0.5)
-    assert len(device.steps) == 3
-    assert device.actor.in_flight == 2
+    assert (len(device.steps), device.actor.in_flight) == (3, 2)
     await device.report(device.steps[1], 0, len(device.steps[1].chunks), 0.5)
     assert len(device.steps) == 3, "a step that ended counts no more as ending"
     device = Device(steps_in_flight=2)

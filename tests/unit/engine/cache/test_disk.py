@@ -37,8 +37,7 @@ def test_the_newest_come_first_over_a_restart(folder: Path) -> None:
         store.put([(key(start + 2), entry(start + 2))])
         store.close()
     store = DiskStore(folder, 4 * MIB)
-    assert len(store) == 6
-    assert numbers(store) == [5, 4, 3, 2, 1, 0]
+    assert (len(store), numbers(store)) == (6, [5, 4, 3, 2, 1, 0])
     assert all(same(found, entry(int.from_bytes(name, "big"))) for name, found in store.newest())
     store.close()
 
@@ -46,8 +45,7 @@ def test_the_newest_come_first_over_a_restart(folder: Path) -> None:
 def test_what_is_put_again_is_new_and_one_entry_is_dropped(disk: DiskStore) -> None:
     for number in (0, 1, 2, 0):
         disk.put([(key(number), entry(number + 10 * (number == 0 and len(disk) == 3)))])
-    assert numbers(disk) == [0, 2, 1]
-    assert len(disk) == 3
+    assert (numbers(disk), len(disk)) == ([0, 2, 1], 3)
     assert same(disk.get(key(0)), entry(10))
     disk.put([(key(3), entry(0)), (key(3), entry(1))])
     assert len(disk) == 4, "what is there twice in one put is stored once"
@@ -55,8 +53,7 @@ def test_what_is_put_again_is_new_and_one_entry_is_dropped(disk: DiskStore) -> N
     disk.drop(key(2))
     disk.drop(key(7))
     assert disk.get(key(2)) is None
-    assert numbers(disk) == [3, 0, 1]
-    assert len(disk) == 3
+    assert (numbers(disk), len(disk)) == ([3, 0, 1], 3)
 
 
 def test_a_cleared_store_gives_its_room_back_and_goes_on(disk: DiskStore, folder: Path) -> None:

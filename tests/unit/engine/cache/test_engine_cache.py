@@ -14,7 +14,7 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, 
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring import scorer
-from tests.checkpoints import bi_encoders, language_models
+from tests.checkpoints import language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
@@ -32,11 +32,6 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [*texts, " ".join(texts * 4)]
 
 
-@pytest.fixture(scope="module")
-def bi_encoder(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(bi_encoders.gte)
-
-
 async def bare(engines: Engines, config: EngineConfig) -> Engine:
     engine = await engines(config)
     await engine.clear_cache()
@@ -44,8 +39,8 @@ async def bare(engines: Engines, config: EngineConfig) -> Engine:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(engines: Engines, bi_encoder: str) -> Engine:
-    return await bare(engines, EngineConfig(model=bi_encoder, score_type="late-interaction", dtype="float32"))
+async def engine(engines: Engines, gte: str) -> Engine:
+    return await bare(engines, EngineConfig(model=gte, score_type="late-interaction", dtype="float32"))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -70,9 +65,9 @@ def tokens_run(engine: Engine) -> float:
     ids=["late interaction", "bi-encoder", "int8", "bfloat16"],
 )
 async def test_a_cached_document_scores_as_one_that_is_encoded(
-    options: dict[str, Any], tolerance: float, engines: Engines, bi_encoder: str, documents: list[str]
+    options: dict[str, Any], tolerance: float, engines: Engines, gte: str, documents: list[str]
 ) -> None:
-    engine = await bare(engines, EngineConfig(**{"model": bi_encoder, "dtype": "float32"} | options))
+    engine = await bare(engines, EngineConfig(**{"model": gte, "dtype": "float32"} | options))
     new = (await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")).scores
     first = (await engine.score(QUERY, documents, truncation=CUT_LONG)).scores
     again = await engine.score(QUERY, documents, truncation=CUT_LONG)
@@ -91,9 +86,7 @@ async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, docu
     await engine.clear_cache()
     before = tokens_run(engine)
     queries = [f"why {i}" for i in range(3)]
-    together = await asyncio.gather(
-        *(engine.score(query, documents[:5], truncation=CUT_LONG) for query in queries)
-    )
+    together = await asyncio.gather(*(engine.score(q, documents[:5], truncation=CUT_LONG) for q in queries))
     assert tokens_run(engine) - before <= once + 3 * 10
     for query, result in zip(queries, together, strict=True):
         alone = await engine.score(query, documents[:5], truncation=CUT_LONG, cache="bypass")
@@ -214,9 +207,7 @@ async def small_steps(
     return engine
 
 
-async def test_cached_documents_in_batches_score_as_new_ones_and_count(
-    small_steps: Engine, lines: list[str]
-) -> None:
+async def test_cached_documents_in_batches_score_as_new_ones(small_steps: Engine, lines: list[str]) -> None:
     def steps() -> float:
         return small_steps.metrics.registry.get_sample_value("maxsimd_step_seconds_count") or 0
 

@@ -26,7 +26,7 @@ from maxsimd.engine.cache.fingerprint import fingerprint, ingredients
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import FirstColumns
 from maxsimd.engine.checkpoint.model import Expansion
-from tests.checkpoints import bi_encoders, late_interaction, visual
+from tests.checkpoints import late_interaction, visual
 from tests.checkpoints.shared import SharedCheckpoints
 
 # Precisions are options like others here, not the machine's choice.
@@ -97,9 +97,9 @@ def test_how_pictures_are_read_counts(checkpoints: SharedCheckpoints, tmp_path: 
     assert changed(usual, made_of(folder)) == {"pictures", "tower settings", "tower weights"}
 
 
-def test_each_tensor_block_counts(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tensor_block_counts(gte: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maxsimd.engine.cache.fingerprint._BLOCK", 20_000)
-    config = EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32")
+    config = EngineConfig(model=gte, dtype="float32")
     model = load_model(config, torch.device("cpu"))
     weight = model.backbone.get_parameter("encoder.layer.0.output.dense.weight").data.view(-1)
     found = set()
@@ -109,9 +109,7 @@ def test_each_tensor_block_counts(checkpoints: SharedCheckpoints, monkeypatch: p
     assert len(found) == 4
 
 
-async def test_an_engine_finds_what_a_copy_of_its_checkpoint_cached(
-    checkpoints: SharedCheckpoints, tmp_path: Path, pairs: list[Pair]
-) -> None:
+async def test_copies_find_the_same_cache(stanford_colbert: str, tmp_path: Path, pairs: list[Pair]) -> None:
     documents = [pair.document[:60] for pair in pairs[:5]]
 
     async def run(checkpoint: Path | str) -> tuple[int, np.ndarray]:
@@ -126,7 +124,7 @@ async def test_an_engine_finds_what_a_copy_of_its_checkpoint_cached(
     def expand_more(settings: Any) -> None:
         settings |= {"query_maxlen": 40, "attend_to_mask_tokens": True}
 
-    original = Path(checkpoints(late_interaction.stanford))
+    original = Path(stanford_colbert)
     another, expanding = (Path(shutil.copytree(original, tmp_path / f"copy {i}")) for i in range(2))
     add_to(another, "bert.embeddings.LayerNorm.bias")
     edit(expanding / "artifact.metadata", expand_more)

@@ -1,7 +1,7 @@
 """The slab of cached embeddings: what is found in it is what was put there, and scores as on the host."""
 
 import random
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -90,9 +90,7 @@ class Scored:
             made = self.scorer.score([], [], [CachedBatch(7, 1, 1, scorer.CachedDocuments.of(documents))])
         self._compare(made, keys, entries)
 
-    def _compare(
-        self, made: scorer.ScoredDocuments, keys: list[bytes], entries: list[CachedEmbedding] | None = None
-    ) -> None:
+    def _compare(self, made: scorer.ScoredDocuments, keys: list[bytes], entries: Any = None) -> None:
         expected = [exact(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]]
         found = np.full(len(expected), np.nan)
         for output in made.outputs:

@@ -15,15 +15,9 @@ import pytest
 import torch
 
 from maxsimd.engine.cache import embeddings as cached
+from maxsimd.engine.cache import store as stores
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.store import (
-    CachedScore,
-    EmbeddingCache,
-    FrequencySketch,
-    MemoryStore,
-    PairKeys,
-    ScoreCache,
-)
+from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, MemoryStore, PairKeys, ScoreCache
 from maxsimd.engine.processors.score_lookup import ScoreLookup
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.pooling.ragged import Ragged
@@ -439,7 +433,7 @@ def test_entries_of_any_size_never_take_more_than_the_limit() -> None:
 
 
 def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
-    sketch, draw = FrequencySketch(4096), random.Random(0)
+    sketch, draw = stores.FrequencySketch(4096), random.Random(0)
     asked = [min(999, int(draw.expovariate(1 / 100))) for _ in range(5000)]
     for number in asked:
         sketch.count(key(number), 100_000)

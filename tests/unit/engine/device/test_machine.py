@@ -16,8 +16,6 @@ from maxsimd.engine import Engine, EngineConfig, workers
 from maxsimd.engine.device import stores
 from maxsimd.engine.device.host import Cores, available_memory, cpu_quota, tokenizer_threads
 from maxsimd.engine.workers import take_short_slices
-from tests.checkpoints import bi_encoders
-from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program
 
 V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -196,8 +194,8 @@ def slice_of() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
-async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: SharedCheckpoints) -> None:
-    engine = Engine(model=checkpoints(bi_encoders.bge))
+async def test_an_engine_that_is_stopped_gives_back_what_is_free(bge: str) -> None:
+    engine = Engine(model=bge)
     await engine.start()
     pieces = [bytes(2000) for _ in range(100_000)]
     between = pieces[::1000]

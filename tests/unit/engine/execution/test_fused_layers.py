@@ -5,7 +5,7 @@ import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,7 @@ def _config(path: str, **options: Any) -> EngineConfig:
     return EngineConfig(**({"model": path, "dtype": "float32", "attention": "torch"} | options))
 
 
-def _scores(
-    path: str, starting: Callable[[], AbstractContextManager[None]] = nullcontext, **options: Any
-) -> np.ndarray:
+def _scores(path: str, starting: Callable[[], Any] = nullcontext, **options: Any) -> np.ndarray:
     async def run() -> Sequence[float]:
         engine = Engine(_config(path, max_batch_tokens=24, **options))
         with starting():

@@ -22,12 +22,7 @@ from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
 from maxsimd.engine.execution import cuda_graphs, devices
 from maxsimd.engine.execution.attention import select as choice
-from maxsimd.engine.execution.attention.backend import (
-    AttentionMetadata,
-    CaptureSize,
-    GroupedBackend,
-    OneByOneBackend,
-)
+from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend, OneByOneBackend
 from maxsimd.engine.execution.attention.gpu import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.attention.select import LENGTHS, find_mismatch
 from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, sizes_for
@@ -92,7 +87,7 @@ class DoublingBackend(OneByOneBackend):
 
 
 class NanBackend(OneByOneBackend):
-    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
         return super().full(qkv, metadata).index_fill_(0, torch.tensor([5]), torch.nan)
 
 
@@ -248,9 +243,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
         load._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))
         most = with_graphs.call_args.args[-1]
         assert most.rows == tokens
-        assert max(size.rows for size in sizes_for(most.rows, most.sequences, most.longest)) == min(
-            tokens, 16_384
-        )
+        assert max(x.rows for x in sizes_for(most.rows, most.sequences, most.longest)) == min(tokens, 16_384)
 
 
 def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
@@ -288,9 +281,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
     return opened
 
 
-def test_a_slab_is_a_share_of_memory_for_rows_as_scored(
-    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
-) -> None:
+def test_a_slab_is_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]) -> None:
     with_free(monkeypatch, 600 << 20)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
@@ -472,9 +463,7 @@ def capture(small: LoadedModel, backend: VarlenBackend) -> Callable[..., Capture
 
 
 @pytest.mark.parametrize("build", [cross_encoders.bert, cross_encoders.qwen3])
-def test_a_replayed_step_gives_what_it_gives_without_a_graph(
-    build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend
-) -> None:
+def test_replays_change_nothing(build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend) -> None:
     model, recorder = packed_model(checkpoints(build), layers=1), CallRecorder()
     plain = PackedRunner(model, CPU, backend)
     graphed = GraphedRunner(plain, CPU)
@@ -529,9 +518,7 @@ class FirstTokensBackend(VarlenBackend):
         return out
 
 
-def test_every_size_is_compared_and_bad_graphs_are_dropped(
-    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_graphs_are_dropped(capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture) -> None:
     _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
     assert list(mismatches) == [SIZES[0]]
     for recorder, reason in (

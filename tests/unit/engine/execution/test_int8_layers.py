@@ -32,14 +32,12 @@ def layer(inputs: int, columns: int, most: int, bias: bool = True) -> int8.Round
 @pytest.mark.parametrize("most", [63, 127])
 def test_the_plain_product_is_the_layer_but_for_rounding(most: int) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(50, 200), torch.randn(30, 200), torch.randn(30)
-    found = int8.PlainProduct(int8.round_weights(weight, bias, most)).linear(x, False)
-    exact = x.double() @ weight.double().T + bias.double()
+    x, w, bias = torch.randn(50, 200), torch.randn(30, 200), torch.randn(30)
+    found = int8.PlainProduct(int8.round_weights(w, bias, most)).linear(x, False)
+    exact = x.double() @ w.double().T + bias.double()
     # Rounding takes at most half a step of each factor.
-    steps = x.abs().amax(1, keepdim=True) / 254, weight.abs().amax(1) / (2 * most)
-    bound = (
-        steps[0] * weight.abs().sum(1) + steps[1] * x.abs().sum(1, keepdim=True) + 200 * steps[0] * steps[1]
-    )
+    steps = x.abs().amax(1, keepdim=True) / 254, w.abs().amax(1) / (2 * most)
+    bound = steps[0] * w.abs().sum(1) + steps[1] * x.abs().sum(1, keepdim=True) + 200 * steps[0] * steps[1]
     assert ((found - exact).abs() <= bound * 1.001).all()
     assert ((found - exact).abs().mean() / exact.abs().mean()) < 0.03
 
@@ -47,9 +45,7 @@ def test_the_plain_product_is_the_layer_but_for_rounding(most: int) -> None:
 @each_path
 @given(SHAPES, st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=30)
-def test_a_path_gives_what_the_plain_one_gives(
-    path: int8.Path, shape: tuple[int, int, int], bias: bool, gelu: bool
-) -> None:
+def test_paths_equal_plain_ones(path: int8.Path, shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
     rows, inputs, columns = shape
     weights, x = layer(inputs, columns, path.most, bias), torch.randn(rows, inputs + 3)[:, :inputs]
     found, plain = (make(weights).linear(x, gelu) for make in (path.make, int8.PlainProduct))

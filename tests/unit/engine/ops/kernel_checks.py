@@ -55,9 +55,7 @@ def on(items: Ragged, device: str) -> Ragged:
     return Ragged(items.values.to(device), items.offsets, scales)
 
 
-def scored(
-    queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k: int | None = None
-) -> torch.Tensor:
+def scored(queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k: int | None = None) -> Any:
     from maxsimd.engine.scoring.maxsim_triton import maxsim_triton
 
     return maxsim_triton(on(queries, device), on(documents, device), pairs, split_k).cpu()
@@ -103,9 +101,7 @@ def check_maxsim_of_one_size(device: str) -> None:
     check_maxsim_of_all_sizes(device, SIZES[3:4], 5)
 
 
-def check_maxsim_of_all_sizes(
-    device: str, sizes: Sequence[tuple[int, torch.dtype, Limits]] = SIZES, count: int = 10
-) -> None:
+def check_maxsim_of_all_sizes(device: str, sizes: Sequence[Any] = SIZES, count: int = 10) -> None:
     """Queries of every class with a tile of its own, in one batch; documents around the sizes of tiles; all
     dimensions in a tile, and in chunks; every device's table of tiles, where the kernel is interpreted."""
     from maxsimd.engine.ops.triton import maxsim

@@ -17,10 +17,7 @@ pytest.importorskip("triton")
 SLOW = (check_maxsim_of_all_sizes,)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [*(check for check in CHECKS if check not in SLOW), *exhaustive(*SLOW)],
-)
+@pytest.mark.parametrize("check", [*(check for check in CHECKS if check not in SLOW), *exhaustive(*SLOW)])
 def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], None]) -> None:
     run_interpreted(check, "cpu")
 

@@ -87,9 +87,7 @@ def test_gelu_equals_the_exact_form_on_every_scale() -> None:
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130))
 
 
-def random_layer(
-    shape: Shape, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_layer(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     rows, inputs, columns = shape
     random = torch.Generator().manual_seed(rows * inputs + columns)
     x = torch.randn(rows, inputs, generator=random).to(dtype)
@@ -299,9 +297,7 @@ def threads(count: int) -> Iterator[None]:
 )
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(
-    pack: Pack, tiles: bool, inputs: int, columns: int, ending: str
-) -> None:
+def test_rows_keep_bits_among_others(pack: Pack, tiles: bool, inputs: int, columns: int, ending: str) -> None:
     x, weight, bias = random_layer((700, inputs, columns), pack(torch.zeros(1, 1)).dtype)
     weights, norm = pack(weight), products.Norm(torch.randn(columns), torch.randn(columns), 1e-12)
 

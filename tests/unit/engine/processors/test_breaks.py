@@ -11,15 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from maxsimd.engine.processors.text.breaks import SPACES, find_breaks
 from tests.checkpoints.tokenizer_kinds import QWEN, WHOLE, Kind, bert, byte_level, charsmap, sentencepiece
-from tests.unit.engine.processors.split_texts import (
-    DIVIDERS,
-    KINDS,
-    SCRIPTS,
-    assert_pieces_are_the_whole,
-    cut_kind,
-    usual_first,
-    with_breaks,
-)
+from tests.unit.engine.processors import split_texts
+from tests.unit.engine.processors.split_texts import DIVIDERS, KINDS, SCRIPTS, cut_kind, usual_first
 
 SEPARATED = st.sampled_from(["a", "the", "B", "1", "23", "\u6f22", " ", "\n", ",", ".", "x y", "a,b"])
 # Characters that rules look at: whitespace of all kinds, punctuation, quotes, marks, joiners, scripts, emoji,
@@ -57,7 +50,7 @@ SPACES_OF = {"roberta": " ", "gemma": " \n"}
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
     tokenizer, breaks = cut_kind(name)
     # Each piece of a text that is one word is a word, too.
-    assert_pieces_are_the_whole(tokenizer, breaks, text, words=name != "gemma")
+    split_texts.assert_pieces_are_the_whole(tokenizer, breaks, text, words=name != "gemma")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -166,9 +159,9 @@ OTHERS: dict[str, Kind] = {
 @settings(max_examples=5)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
-    tokenizer, breaks = with_breaks(OTHERS[name])
+    tokenizer, breaks = split_texts.with_breaks(OTHERS[name])
     assert breaks.all("a b c") == [1, 3]
-    assert_pieces_are_the_whole(tokenizer, breaks, text)
+    split_texts.assert_pieces_are_the_whole(tokenizer, breaks, text)
 
 
 # Added tokens, each with a text that a cut inside of it would change.
@@ -185,9 +178,9 @@ ADDED: dict[str, tuple[AddedToken, str]] = {
 
 @pytest.mark.parametrize(("added", "text"), ADDED.values(), ids=ADDED)
 def test_added_tokens_are_not_cut(added: AddedToken, text: str) -> None:
-    tokenizer, breaks = with_breaks(lambda: byte_level(QWEN, added=(added,)))
+    tokenizer, breaks = split_texts.with_breaks(lambda: byte_level(QWEN, added=(added,)))
     for extra in ("", "a", " ", "\n", ",", ". ", "x y,", "\u6f22"):
-        assert_pieces_are_the_whole(tokenizer, breaks, f"{extra}{text}{extra}{text}")
+        split_texts.assert_pieces_are_the_whole(tokenizer, breaks, f"{extra}{text}{extra}{text}")
 
 
 GEMMA_CHANGES: dict[str, dict[str, Any]] = {
@@ -227,7 +220,7 @@ def test_letters_before_breaks_are_letters_to_the_library(name: str) -> None:
         if unicodedata.category(letter)[0] in "LN" and breaks.all(f"{letter}{separator}a")
     ]
     assert len(letters) > 40_000
-    assert_pieces_are_the_whole(tokenizer, breaks, separator.join(letters))
+    split_texts.assert_pieces_are_the_whole(tokenizer, breaks, separator.join(letters))
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen"])
@@ -240,7 +233,7 @@ def test_what_may_differ_on_the_other_side_ends_no_piece(name: str) -> None:
 
 def test_newer_unicode_ends_pieces_if_the_tokenizer_has_it() -> None:
     marks_end_words = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
-    _, breaks = with_breaks(lambda: byte_level(marks_end_words))
+    _, breaks = split_texts.with_breaks(lambda: byte_level(marks_end_words))
     assert breaks.all("\u1000\u103a\na") == [2]
     # A letter that a library may take for a sign, to which this pattern joins the end of a line.
     assert breaks.all("\u2d30 a\u2d30\na") == [1, 5]

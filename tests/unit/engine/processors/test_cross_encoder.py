@@ -52,9 +52,7 @@ THREE_SEGMENTS = ScoreTemplate(
     ("instruct: {{ instruction }} query: {{ query }}", "passage: w900 {{ document }} w901", "w902 w903"),
     instruction="w904",
 )
-INSTRUCTED = ScoreTemplate(
-    ("instruct: {{ instruction }} query: {{ query }} passage: w900 {{ document }} w901",)
-)
+INSTRUCTED = ScoreTemplate(("asked: {{ instruction }} query: {{ query }} passage: w900 {{ document }} w901",))
 
 
 def score(
@@ -117,8 +115,7 @@ def test_a_pair_that_does_not_fit_is_refused_or_cut(score: Score, joined: Joined
     with refused("documents", rf"^documents\[1\] has {most + 1} tokens, but at most {most} can be run"):
         score([words(4)], [document(5), document(6)], max_tokens=most)
     cut = score([words(4)], [document(5), document(6), document(7)], CUT_LONG, max_tokens=most)
-    assert tokens_of(cut) == [joined(ids(4), ids(5, DOCUMENT))] * 3
-    assert cut.truncated == 2
+    assert (tokens_of(cut), cut.truncated) == ([joined(ids(4), ids(5, DOCUMENT))] * 3, 2)
     left = score([words(4)], [document(9)], Truncation(max_tokens=most, side="left"))
     assert tokens_of(left) == [joined(ids(4), ids(5, DOCUMENT + 4))]
 
@@ -432,9 +429,7 @@ LENGTHS = st.integers(0, 400)
 @given(LENGTHS, LENGTHS, st.integers(4, 120), st.sampled_from(["left", "right"]), st.none() | LENGTHS)
 @example(301, 300, 103, "right", None)
 @example(300, 301, 103, "right", None)
-def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
-    query: int, document: int, limit: int, side: str, most: int | None
-) -> None:
+def test_pairs_are_cut_as_whole(query: int, document: int, limit: int, side: str, most: int | None) -> None:
     truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
     made = processors(model(score_task="classify", max_tokens=limit))
     texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)

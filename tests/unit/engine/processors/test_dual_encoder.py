@@ -74,8 +74,7 @@ def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
 def test_equal_documents_of_a_query_share_a_score() -> None:
     plan = score(["w1"], ["w4", "w5", "w4", "w4"])
     assert tokens_of(plan)[1:] == [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 5), SEP]]
-    assert plan.sequences[0].num_consumers == 2
-    assert plan.num_values == 2
+    assert (plan.sequences[0].num_consumers, plan.num_values) == (2, 2)
     assert plan.raw_scores([3, 8]).tolist() == [3, 8, 3, 3]
     plan = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
     found = [(one.waits_for, one.tokens.ids.tolist()) for one in documents_of(plan)]
@@ -128,8 +127,7 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     assert (plan.sequences[0].num_consumers, plan.num_values) == (6, 6)
     np.testing.assert_array_equal(plan.raw_scores([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
     assert [plan.documents_of([value]) for value in range(6)] == [[0, 3]] * 3 + [[1], [2], [2]]
-    assert plan.documents_of([0, 2, 3]) == [0, 1, 3]
-    assert plan.input_of(4) == "documents[2]"
+    assert (plan.documents_of([0, 2, 3]), plan.input_of(4)) == ([0, 1, 3], "documents[2]")
 
 
 def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_others() -> None:

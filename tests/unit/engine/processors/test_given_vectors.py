@@ -24,7 +24,7 @@ from maxsimd.engine import Engine, EngineConfig, QueryRows, Truncation, Vectors,
 from maxsimd.engine.processors import documents as documents_module
 from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring.scorer import ScoringPrice
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, visual
+from tests.checkpoints import cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
@@ -102,8 +102,8 @@ async def test_no_token_counts_as_run_or_cached(colbert: RecordingEngine, vector
     assert usage.prompt_tokens == usage.cached_tokens > 0
 
 
-async def test_bi_encoders_take_one_vector_a_text(checkpoints: SharedCheckpoints) -> None:
-    async with Engine(EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32")) as engine:
+async def test_bi_encoders_take_one_vector_a_text(gte: str) -> None:
+    async with Engine(EngineConfig(model=gte, dtype="float32")) as engine:
         expected = (await engine.score(QUERY, DOCUMENTS)).scores
         rows = (await engine.embed(DOCUMENTS, input_type="document")).embeddings
         query = (await engine.embed(QUERY, input_type="query")).embeddings[0]
@@ -444,8 +444,7 @@ async def test_pictures_are_queries_too(engines: Engines, checkpoints: SharedChe
     expected = await engine.score(picture, DOCUMENTS, cache="bypass")
     rows = await engine.encode_query(picture)
     found = await engine.score(rows, DOCUMENTS, cache="bypass")
-    assert found.scores == pytest.approx(expected.scores, rel=1e-5)
-    assert found.usage == expected.usage
+    assert (found.scores, found.usage) == (pytest.approx(expected.scores, rel=1e-5), expected.usage)
 
 
 async def test_another_model_refuses_it(engines: Engines, stanford_colbert: str, tmp_path: Path) -> None:
@@ -493,9 +492,7 @@ async def test_what_makes_no_sense_is_refused(engines: Engines, native_multi_vec
     "build",
     [cross_encoders.bert, pytest.param(language_models.jina_reranker_v3, marks=pytest.mark.exhaustive)],
 )
-async def test_models_that_read_query_and_document_together_refuse_it(
-    engines: Engines, build: Any, checkpoints: SharedCheckpoints
-) -> None:
+async def test_joint_readers_refuse_it(engines: Engines, build: Any, checkpoints: SharedCheckpoints) -> None:
     engine = await engines(EngineConfig(model=checkpoints(build), dtype="float32", threads=1))
     with pytest.raises(errors.InvalidRequestError, match="reads query and document together"):
         await engine.encode_query(QUERY)

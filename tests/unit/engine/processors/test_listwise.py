@@ -88,8 +88,7 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
         tokens = score(["w1"], ["w2"], **options).sequences[0].tokens.ids.tolist()  # type: ignore[arg-type]
         return [ids(1, word) for word in (10, 11) if FIRST_WORD + word in tokens]
 
-    assert instructed() == []
-    assert instructed(instruction="w10", default="w11") == [ids(1, 10)]
+    assert (instructed(), instructed(instruction="w10", default="w11")) == ([], [ids(1, 10)])
     assert instructed(default="w11") == [ids(1, 11)]
 
 

@@ -179,9 +179,7 @@ def test_what_is_not_pooled() -> None:
     assert one(rules, words(2), Truncation(max_tokens=3), **bare)[1] is None  # type: ignore[arg-type]
 
 
-def windows_of(
-    rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None
-) -> list[tuple[list[int], bool]]:
+def windows_of(rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None) -> Any:
     made = tokenizer()
     builder = TextBuilder(made, rules, LongInputs(truncation, 64, 0), "documents", max_tokens)
     built = builder.windows(builder.encode_for_windows([words(length)])[0], 0)
@@ -235,8 +233,7 @@ def test_texts_become_tokens_and_tokens_texts() -> None:
     ]
     assert made.token(CLS) == "[CLS]"
     assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
-    assert made.token_id("w0") == ids(1)[0]
-    assert made.vocabulary_size == VOCABULARY
+    assert (made.token_id("w0"), made.vocabulary_size) == (ids(1)[0], VOCABULARY)
     in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
     assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
     original = fast_tokenizer()

@@ -116,8 +116,7 @@ def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
     made = ours.score([pooled(*step, (document(2, slot, 1, cache_key=b"k"), rows(2)))])
     assert scores(made) == {slot: near(rows(1), rows(2))}
     assert made.new_embeddings == [], "there is no cache"
-    assert len(ours.queries) == 1
-    assert ours.score([pooled((text, rows(5)))]).outputs == []
+    assert (len(ours.queries), ours.score([pooled((text, rows(5)))]).outputs) == (1, [])
     # The query stays for a document of a later step.
     ours.commit(made.releases)
     slot = ResultSlot(7, 0)
@@ -154,8 +153,7 @@ def test_a_document_is_scored_when_its_last_window_has_come() -> None:
     cached = made.new_embeddings[0].entry(0)
     assert torch.equal(cached.rows, torch.cat(items))
     assert (cached.tokens, cached.truncated) == (5 + 4 + 3, True)
-    assert dict(made.releases.queries) == {1: 4}
-    assert made.releases.documents == {10}
+    assert (dict(made.releases.queries), made.releases.documents) == ({1: 4}, {10})
     assert (len(ours.queries), len(ours.windows)) == (1, 1)
     ours.commit(made.releases)
     assert (len(ours.queries), len(ours.windows)) == (0, 0)
@@ -279,9 +277,7 @@ def test_documents_score_alike_where_they_lie() -> None:
             assert [failure.request_id for failure in made.failures] == [7]
             assert made.consumers == {1: 2}
             found.append(scores(was_new) | scores(made))
-        assert found[0] == found[1]
-        assert list(found[0]) == slots[:3]
-        assert len(set(found[0].values())) == 1
+        assert (found[0], list(found[0]), len(set(found[0].values()))) == (found[1], slots[:3], 1)
         cache.close()
 
 

@@ -16,15 +16,7 @@ from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.scoring import maxsim
-from maxsimd.engine.scoring.maxsim import (
-    MaxSim,
-    Rows,
-    choose_maxsim,
-    maxsim_apart_avx512,
-    maxsim_avx512,
-    maxsim_reference,
-    maxsim_tiled,
-)
+from maxsimd.engine.scoring.maxsim import MaxSim, maxsim_apart_avx512, maxsim_avx512, maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.pairs import Pairs, pairs_of
@@ -34,7 +26,7 @@ pytestmark = pytest.mark.fast
 needs_the_kernel = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run it")
 BACKENDS = [
     pytest.param(maxsim_reference, id="reference"),
-    pytest.param(maxsim_tiled, id="tiled"),
+    pytest.param(maxsim.maxsim_tiled, id="tiled"),
     pytest.param(maxsim_avx512, id="avx512", marks=needs_the_kernel),
 ]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -114,10 +106,8 @@ def test_products_fit_tiles(monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dt
     monkeypatch.setattr(maxsim, "LEAST_ROWS", 64)
     sizes: list[int] = []
     product = maxsim._product
-    monkeypatch.setattr(
-        maxsim, "_product", lambda rows, q: sizes.append(len(rows) * len(q[0])) or product(rows, q)
-    )
-    scores = maxsim_tiled(queries, documents, pairs)
+    monkeypatch.setattr(maxsim, "_product", lambda r, q: sizes.append(len(r) * len(q[0])) or product(r, q))
+    scores = maxsim.maxsim_tiled(queries, documents, pairs)
     tolerance = 1e-4 if dtype is torch.float32 else 0.5
     assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=tolerance)
     assert max(sizes) <= max(tile_bytes // documents.values.itemsize, 64 * 16)
@@ -166,21 +156,22 @@ def test_a_name_means_the_best_backend_that_runs_there(monkeypatch: pytest.Monke
             chosen = "avx512" if runs["avx512"] and allowed else "tiled"
             chosen = "triton" if device is GPU and has_triton else chosen
         if runs[chosen]:
-            found, backend = choose_maxsim(name, device, allowed)
+            found, backend = maxsim.choose_maxsim(name, device, allowed)
             assert (found, backend.__name__) == (chosen, f"maxsim_{chosen}")
             continue
         message = f"^the MaxSim backend '{name}' cannot run on this {device.type}; use maxsim=\"auto\","
         with pytest.raises(ValueError, match=message):
-            choose_maxsim(name, device, allowed)
+            maxsim.choose_maxsim(name, device, allowed)
 
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     advice = 'triton is not installed: pip install "maxsimd[cuda]"'
-    assert choose_maxsim("auto", CPU, compiled_allowed=False)[0] == choose_maxsim("auto", GPU)[0] == "tiled"
+    host = maxsim.choose_maxsim("auto", CPU, compiled_allowed=False)
+    assert host[0] == maxsim.choose_maxsim("auto", GPU)[0] == "tiled"
     assert caplog.messages == [f"plain torch runs in place of kernels for this GPU, because {advice}"]
     with pytest.raises(ValueError, match=re.escape(f"'triton' cannot run on this cuda; {advice}")):
-        choose_maxsim("triton", GPU)
+        maxsim.choose_maxsim("triton", GPU)
     with pytest.raises(ModelLoadError, match=re.escape(f"cannot run on this cuda in float32; {advice}")):
         choose_attention("triton", None, GPU, torch.float32, False)  # type: ignore[arg-type]
 
@@ -201,7 +192,7 @@ def document(length: int, dim: int, dtype: torch.dtype, seed: int) -> Ragged:
     return Ragged((rows * 10 ** (rows[:, :1] - 1)).to(dtype)[1:], (0, length))
 
 
-def rows_of(documents: list[Ragged]) -> list[Rows]:
+def rows_of(documents: list[Ragged]) -> list[maxsim.Rows]:
     return [(one.values, one.scales) for one in documents]
 
 

@@ -220,8 +220,7 @@ def test_whoever_comes_or_is_one_too_many_takes_a_free_slot() -> None:
 def test_all_agree_on_different_slots_and_stay_with_them(wanted: list[int], size: int) -> None:
     slots = {f"m{i}": slot for i, slot in enumerate(wanted)}
     agreed = agreed_slots(slots, size)
-    assert agreed.keys() == slots.keys()
-    assert len(set(agreed.values())) == len(slots)
+    assert (agreed.keys(), len(set(agreed.values()))) == (slots.keys(), len(slots))
     assert max(agreed.values()) < -(-len(slots) // size) * size
     assert agreed_slots(agreed, size) == agreed
 
@@ -261,8 +260,7 @@ def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
     assert all(half.is_suspect and half.member.name in ("m2", "m3") for half in halves)
     assert attempts.answered(halves[0].attempt)
     failed = fails(attempts.lost(halves[1].attempt, MEMBERS[3:]))
-    assert failed.error.kind == "lost"
-    assert failed.error.indices == (5, 6)
+    assert (failed.error.kind, failed.error.indices) == ("lost", (5, 6))
     assert "documents[5], documents[6]" in failed.error.message
     assert failed.cancelled == (sends[(7,)].attempt,)
     assert attempts.is_over
