@@ -181,6 +181,12 @@ def serve_several(
 
 
 def _run(engine: Serving, server_config: ServerConfig, started: float) -> int:
+    try:
+        # At once: also an event loop needs some.
+        max_connections(server_config.max_connections, raise_descriptor_limit())
+    except SetupError as error:
+        log.error("%s", error)
+        return 1
     take_short_slices()
     share_heaps(usable_cores().threads)
     with frequent_thread_switches():

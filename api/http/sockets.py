@@ -10,6 +10,8 @@ from maxsimd.api.config import ServerConfig, SetupError
 BACKLOG = 1024
 # Descriptors for the rest of the process, which has some 30 while it serves, more while it loads.
 _OTHER_DESCRIPTORS = 100
+# A load opens files beside the listener and the event loop's own.
+_FEWEST_DESCRIPTORS = 32
 _MOST_BY_DEFAULT = 10_000
 _MOST_DESCRIPTORS = 1 << 20
 
@@ -28,9 +30,15 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(asked_for: int | None, descriptors: int) -> int:
-    """The number of connections for a process with this many descriptors. Raises SetupError for more."""
+    """The number of connections for a process with this many descriptors. Raises SetupError for more, and
+    for too few descriptors."""
     if descriptors == resource.RLIM_INFINITY:
         return asked_for or _MOST_BY_DEFAULT
+    if descriptors < _FEWEST_DESCRIPTORS:
+        raise SetupError(
+            f"a limit of {descriptors} descriptors (ulimit -n) is too low to load a model and to serve; "
+            f"raise it to {_FEWEST_DESCRIPTORS} or more"
+        )
     possible = max(descriptors // 4, descriptors - _OTHER_DESCRIPTORS)
     if asked_for is not None and asked_for > possible:
         raise SetupError(

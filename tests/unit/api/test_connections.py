@@ -162,6 +162,8 @@ def test_connections_are_as_many_as_descriptors_allow(monkeypatch: pytest.Monkey
         *((None, without, 10_000), (20_000, without, 20_000), (1, 64, 1), (924, 1024, 924)),
     ):
         assert max_connections(asked_for, descriptors) == most
+    with pytest.raises(SetupError, match=r"a limit of 31 descriptors .* too low .* raise it to 32 or more"):
+        max_connections(None, 31)
     with pytest.raises(SetupError, match="925 is more than the 924 that a limit of 1024 descriptors"):
         max_connections(925, 1024)
     limits: dict[int, tuple[int, int]] = {}
