@@ -129,9 +129,9 @@ function drawMap() {
       pen.fillText(value.toFixed(2), left + (j + 0.5) * size, top + (i + 0.5) * size);
     });
     if (map.best[i] < 0) return;
-    pen.strokeStyle = main;
-    pen.lineWidth = 2;
-    pen.strokeRect(left + map.best[i] * size, top + i * size, size - 1, size - 1);
+    pen.strokeStyle = ink;
+    pen.lineWidth = 1.5;
+    pen.strokeRect(left + map.best[i] * size + 0.5, top + i * size + 0.5, size - 2, size - 2);
   });
   pen.fillStyle = ink;
   pen.font = font;
@@ -147,9 +147,10 @@ function drawMap() {
   pen.lineWidth = 1;
   pen.strokeRect(left - 1, top - 1, width - left - 3, height - top - 3);
   if (document.activeElement !== canvas || !map.values.length) return;
-  pen.strokeStyle = ink;
-  pen.lineWidth = 3;
-  pen.strokeRect(left + map.column * size, top + map.row * size, size - 1, size - 1);
+  for (const [color, wide] of [[panel, 6], [main, 3]]) {
+    Object.assign(pen, { strokeStyle: color, lineWidth: wide });
+    pen.strokeRect(left + map.column * size, top + map.row * size, size - 1, size - 1);
+  }
 }
 
 function tellCell(row, column) {
