@@ -1,7 +1,7 @@
 """The meaning of each parameter of the engines' methods. Docstrings are completed from here."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
@@ -99,12 +99,16 @@ def complete_docstring(method: Callable[..., Any], more: Iterable[str] = ()) -> 
     ]
     described = {each.name: _described(method.__name__, each) for each in parameters}
     described |= {name: MEANINGS[name] for name in more}
-    sections = [("Args", described)]
+    sections = {"Args": described}
     if described.keys() & {"timeout", "deadline"}:
-        sections.append(("Raises", _ERRORS))
-    written = [inspect.cleandoc(method.__doc__ or "")]
-    written += ["\n".join([f"{title}:", *_lines(each)]) for title, each in sections if each]
-    method.__doc__ = "\n\n".join(written)
+        sections["Raises"] = _ERRORS
+    method.__doc__ = with_sections(method.__doc__ or "", sections)
+
+
+def with_sections(docstring: str, sections: Mapping[str, Mapping[str, str]]) -> str:
+    """Adds sections, such as Args, to a docstring. Each has meanings by name."""
+    written = ["\n".join([f"{title}:", *_lines(each)]) for title, each in sections.items() if each]
+    return "\n\n".join([inspect.cleandoc(docstring), *written])
 
 
 def _described(method: str, parameter: inspect.Parameter) -> str:
@@ -112,6 +116,6 @@ def _described(method: str, parameter: inspect.Parameter) -> str:
     return meaning if parameter.default is parameter.empty else f"{meaning} Default: {parameter.default!r}."
 
 
-def _lines(described: dict[str, str]) -> Iterator[str]:
+def _lines(described: Mapping[str, str]) -> Iterator[str]:
     for name, meaning in described.items():
         yield from wrap(f"{name}: {meaning}", _WIDTH, initial_indent="    ", subsequent_indent="        ")
