@@ -9,17 +9,8 @@ import pytest
 import torch
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError
-from tests.checkpoints.architectures import (
-    UNSCORED,
-    Architecture,
-    Outputs,
-    all_architectures,
-    build,
-    difference_of_inputs,
-    left_out,
-    reference,
-    sample_pairs,
-)
+from tests.checkpoints import architectures
+from tests.checkpoints.architectures import UNSCORED, Architecture, Outputs, build, left_out, sample_pairs
 
 # One of each way through the loaders that no family takes; the others are for `make test-all`.
 ONE_OF_EACH = {
@@ -33,7 +24,9 @@ def _with_marks(architecture: Architecture) -> object:
     return pytest.param(architecture, id=str(architecture), marks=marks)
 
 
-every_architecture = pytest.mark.parametrize("architecture", map(_with_marks, all_architectures()))
+every_architecture = pytest.mark.parametrize(
+    "architecture", map(_with_marks, architectures.all_architectures())
+)
 
 
 @pytest.fixture
@@ -53,8 +46,10 @@ async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkp
         with pytest.raises(ModelLoadError):
             await _ours(architecture, checkpoint)
         return
-    expected = reference(architecture, checkpoint, sample_pairs())
-    assert difference_of_inputs(expected) >= 0.1, "it must tell texts apart, or this test shows nothing"
+    expected = architectures.reference(architecture, checkpoint, sample_pairs())
+    assert architectures.difference_of_inputs(expected) >= 0.1, (
+        "it must tell texts apart, or this test shows nothing"
+    )
     ours = await _ours(architecture, checkpoint)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 

@@ -34,20 +34,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from maxsimd.engine import CUT_LONG, EngineConfig, InvalidRequestError, ModelLoadError, SyncEngine
-from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.checkpoint.known_settings import (
-    COMMON,
-    ENCODERS,
-    ENTRIES,
-    FILES,
-    MODULES,
-    UNDECLARED,
-    UNSUPPORTED_MODULES,
-    Known,
-    check_settings,
-    declared_keys,
-    known_keys_of,
-)
+from maxsimd.engine.checkpoint import known_settings, load_model
+from maxsimd.engine.checkpoint.known_settings import COMMON, ENTRIES, FILES, MODULES, Known, declared_keys
 from maxsimd.engine.inspection import inspect_model
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
@@ -196,14 +184,16 @@ def test_every_key_that_the_libraries_read_is_known() -> None:
     unknown["modules.json"] = legacy | _unknown(entries, ENTRIES)
     unknown["config.json"] = _unknown(_keys_of_configs(), COMMON)
     for name in ("bert", "roberta", "xlm-roberta"):
-        unknown[name] = _unknown(declared_keys(CONFIG_MAPPING[name]).applied, COMMON | ENCODERS)
+        unknown[name] = _unknown(
+            declared_keys(CONFIG_MAPPING[name]).applied, COMMON | known_settings.ENCODERS
+        )
     assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
 def test_every_module_is_known() -> None:
     kinds = {kind.__name__ for kind in _modules() if not inspect.isabstract(kind)}
     passed_on = {"Transformer", "MLMTransformer", "Router", "InputModule", "Module", "Asym"}
-    assert kinds - passed_on - MODULES.keys() - UNSUPPORTED_MODULES == set()
+    assert kinds - passed_on - MODULES.keys() - known_settings.UNSUPPORTED_MODULES == set()
 
 
 def test_keys_that_models_ask_for_are_known() -> None:
@@ -214,7 +204,7 @@ def test_keys_that_models_ask_for_are_known() -> None:
         source = inspect.getsource(import_module(room))
         asked = {*re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)}
         asked |= _named_in(inspect.unwrap(config.__post_init__), "kwargs")
-        known = COMMON | UNDECLARED | declared_keys(config)
+        known = COMMON | known_settings.UNDECLARED | declared_keys(config)
         unknown[kind] = _unknown([key for key in asked if not key.startswith("_")], known)
     assert {kind: keys for kind, keys in unknown.items() if keys} == {}
 
@@ -226,13 +216,13 @@ def test_no_key_of_a_config_of_transformers_is_unknown() -> None:
             said = json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))
         except Exception:  # one that needs other packages, or parts
             continue
-        known = known_keys_of(said | {"model_type": kind})
+        known = known_settings.known_keys_of(said | {"model_type": kind})
         assert known is None or list(known.examine(said)) == [], kind
 
 
 @families([*FAMILIES, LISTWISE, *FORMS], {"ColBERT", "BERT", "LogitScore", "SPLADE", "MPNet"})
 def test_no_key_of_a_family_is_unknown(family: Family, checkpoints: SharedCheckpoints) -> None:
-    assert check_settings(EngineConfig(model=checkpoints(family.build))) == ()
+    assert known_settings.check_settings(EngineConfig(model=checkpoints(family.build))) == ()
 
 
 def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
@@ -426,7 +416,7 @@ class Walk:
                     yield name, key, FILES[name]
             elif name == "config.json" and (config := json.loads(path.read_text())).get("model_type"):
                 declared = declared_keys(CONFIG_MAPPING[config["model_type"]]).applied
-                known = known_keys_of(config)
+                known = known_settings.known_keys_of(config)
                 assert known is not None
                 keys = declared | _keys_of_configs() | known.refused.keys() | config.keys()
                 for key in sorted(keys - {"self", "kwargs"}):

@@ -20,21 +20,10 @@ from maxsimd.engine.media import Picture, PictureUrl, PillowPicture
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.parity import pictures as reading
 from tests.parity.changes import settings
 from tests.parity.conftest import Changed, Start
-from tests.parity.pictures import (
-    MODELS,
-    PAGES,
-    QUERIES,
-    Bare,
-    Embedder,
-    Encoder,
-    Pairs,
-    PictureModel,
-    TwoTowers,
-    maxsim,
-    noise,
-)
+from tests.parity.pictures import PAGES, QUERIES, Bare, Embedder, Encoder, Pairs, PictureModel, maxsim, noise
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,7 +37,7 @@ def models(
     """The argument `model`: those that are so. Only the `main` ones run by default, where any are named."""
 
     params = []
-    for model in filter(are, MODELS):
+    for model in filter(are, reading.MODELS):
         name = model.build.__name__
         is_exhaustive = model.exhaustive or (main and name not in main)
         params.append(pytest.param(model, id=name, marks=pytest.mark.exhaustive if is_exhaustive else ()))
@@ -241,7 +230,7 @@ async def test_what_is_cut_is_the_text_and_not_the_template(start: Start) -> Non
 async def test_clip_reads_to_the_first_end_of_a_text(checkpoints: SharedCheckpoints, start: Start) -> None:
     path, texts = checkpoints(two_towers.clip), ["a photo<|endoftext|>of two cats", "<|endoftext|>"]
     found = (await (await start(path)).embed(texts)).embeddings
-    expected = np.concatenate([TwoTowers(path).vectors(text, "") for text in texts])
+    expected = np.concatenate([reading.TwoTowers(path).vectors(text, "") for text in texts])
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -44,27 +44,8 @@ from tests.checkpoints import (
 )
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.checkpoints.tokenizers import WORDS
-from tests.parity.changes import (
-    CPU,
-    Build,
-    Edit,
-    Tensors,
-    added,
-    converted,
-    cut_short,
-    dropped,
-    in_place_of,
-    not_finite,
-    refusal,
-    removed,
-    renamed,
-    settings,
-    sharded,
-    tensors,
-    with_another_row,
-    without_settings,
-    written,
-)
+from tests.parity import changes
+from tests.parity.changes import Build, Edit, added, refusal, removed, renamed, settings, tensors, written
 from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, LISTWISE, Family
 from tests.parity.selection import families, with_default
@@ -179,7 +160,7 @@ _RETRAINED: list[Case] = [
             (retrained.bge_minicpm, "lm_head.1.linear_head.weight"),
             (retrained.nemotron_rerank, "score.weight"),
         )
-        for edit in (dropped, not_finite)
+        for edit in (changes.dropped, changes.not_finite)
     ],
     (retrained.jina_v5_small, lambda folder: shutil.rmtree(folder / "adapters" / "retrieval"), {},
      "without adapters/retrieval/"),
@@ -228,7 +209,7 @@ _SPARSE: list[Case] = [
         for kind in ("sparse", "hybrid", "late-interaction")
     ],
     *[
-        (bi_encoders.bge_m3, _both(converted, removed("*.pt"), removed("colbert_linear.*")),
+        (bi_encoders.bge_m3, _both(changes.converted, removed("*.pt"), removed("colbert_linear.*")),
          {"score_type": kind}, "has no colbert_linear")
         for kind in ("hybrid", "late-interaction")
     ],
@@ -307,7 +288,8 @@ _QUANTIZED: list[Case] = [
         (_weights(strategy="group", group_size=48), r"has scales \[128, 1\], which do not fit"),
         (_weights(symmetric=False), "has no zero point"),
         (_weights(dynamic=True), "compressed-tensors with dynamic"),
-        (dropped(f"{_DOWN}.weight_scale"), f"{_DOWN}.weight of .* is torch.int8, but has no scale beside it"),
+        (changes.dropped(f"{_DOWN}.weight_scale"),
+         f"{_DOWN}.weight of .* is torch.int8, but has no scale beside it"),
         (added(f"{_DOWN}.weight_scale", torch.ones(3, 1)), r"has scales \[3, 1\], which do not fit"),
         (added("model.layers.0.self_attn.k_scale", torch.ones(1)), "unexpected: .*self_attn.k_scale"),
         (added(f"{_DOWN}.output_scale", torch.ones(1)), "unexpected: .*down_proj.output_scale"),
@@ -320,7 +302,7 @@ _Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def _as_matrices_of(layer: str) -> Edit:
-    def add(found: Tensors) -> None:
+    def add(found: changes.Tensors) -> None:
         for half in ("lora_A", "lora_B"):
             found[f"base_model.model.{layer}.{half}.weight"] = found[f"{_Q_PROJ}.{half}.weight"].clone()
 
@@ -350,8 +332,9 @@ _ADAPTERS: list[Case] = [
             (tensors(dict.clear, _MATRICES), "lacks matrices: it has none"),
             (_as_matrices_of("other"), "is for other, which the model does not have"),
             (_as_matrices_of("q_proj"), r"may mean \S+q_proj or \S+q_proj"),
-            (not_finite(f"{_Q_PROJ}.lora_A.weight", _MATRICES), "not finite in its tensor .*lora_A"),
-            (dropped(f"{_Q_PROJ}.lora_B.weight", _MATRICES), "lacks matrices: .*layers.0.self_attn.q_proj"),
+            (changes.not_finite(f"{_Q_PROJ}.lora_A.weight", _MATRICES), "not finite in its tensor .*lora_A"),
+            (changes.dropped(f"{_Q_PROJ}.lora_B.weight", _MATRICES),
+             "lacks matrices: .*layers.0.self_attn.q_proj"),
             (added(f"{_Q_PROJ}.lora_B.weight", torch.zeros(7, 4), _MATRICES),
              r"has matrices \[7, 4\] and \[4, 128\] for .*, which is \[128, 128\]"),
             (added(f"{_Q_PROJ}.lora_magnitude_vector", torch.zeros(4), _MATRICES),
@@ -402,7 +385,7 @@ _WHOLE = "model.safetensors"
 # Faults of files, and the words of the message about the name, the cause and the remedy.
 _DAMAGED: list[Case] = [
     *[
-        (build, in_place_of(file, _POINTER), {}, f"{name} of .* Git LFS pointer.*`git lfs pull`")
+        (build, changes.in_place_of(file, _POINTER), {}, f"{name} of .* Git LFS pointer.*`git lfs pull`")
         for build, file, name in (
             *((_BERT, name, name) for name in (_WHOLE, "config.json", "tokenizer.json")),
             (bi_encoders.bge, "modules.json", "modules.json"),
@@ -411,11 +394,12 @@ _DAMAGED: list[Case] = [
         )
     ],
     *[
-        (_BERT, _both(sharded, edit), {}, f"{_SECOND} of .*{message}")
+        (_BERT, _both(changes.sharded, edit), {}, f"{_SECOND} of .*{message}")
         for edit, message in (
-            (in_place_of(_SECOND, _POINTER), "`git lfs pull`"),
-            (cut_short(_SECOND), r"is cut short: it has \d+ of at least \d+ bytes; download it again"),
-            (in_place_of(_SECOND, b""), "is empty; download it again"),
+            (changes.in_place_of(_SECOND, _POINTER), "`git lfs pull`"),
+            (changes.cut_short(_SECOND),
+             r"is cut short: it has \d+ of at least \d+ bytes; download it again"),
+            (changes.in_place_of(_SECOND, b""), "is empty; download it again"),
             (removed(_SECOND), "is not there, .* download it again"),
         )
     ],
@@ -426,10 +410,14 @@ _DAMAGED: list[Case] = [
             (b"PK and no more", "not a torch archive; download it again"),
         )
     ],
-    (_BERT, in_place_of(_WHOLE, b"<html>Not found</html>"), {}, f"{_WHOLE} of .* not a safetensors file; "),
-    (_BERT, cut_short("tokenizer.json"), {}, "tokenizer.json of .* is not JSON: .*; download it again"),
-    (_BERT, in_place_of("tokenizer_config.json", b""), {}, "tokenizer_config.json of .* is empty; download"),
-    (_BERT, without_settings("model_type"), {}, 'config.json of .* no model_type; add "model_type": "bert"'),
+    (_BERT, changes.in_place_of(_WHOLE, b"<html>Not found</html>"), {},
+     f"{_WHOLE} of .* not a safetensors file; "),
+    (_BERT, changes.cut_short("tokenizer.json"), {},
+     "tokenizer.json of .* is not JSON: .*; download it again"),
+    (_BERT, changes.in_place_of("tokenizer_config.json", b""), {},
+     "tokenizer_config.json of .* is empty; download"),
+    (_BERT, changes.without_settings("model_type"), {},
+     'config.json of .* no model_type; add "model_type": "bert"'),
     (bi_encoders.bge, removed("1_Pooling/config.json"), {},
      "has no 1_Pooling/config.json with the settings of the Pooling .* download the whole checkpoint again"),
     (bi_encoders.bge, settings("config_sentence_transformers.json", prompts=None), {},
@@ -477,7 +465,8 @@ _DAMAGED: list[Case] = [
         for text in texts
     ],
     (_BERT, settings(hidden_act="no"), {}, "config.json sets hidden_act to 'no', which"),
-    (cross_encoders.modernbert, without_settings("pad_token_id"), {}, "a pad_token_id beyond its vocab_size"),
+    (cross_encoders.modernbert, changes.without_settings("pad_token_id"), {},
+     "a pad_token_id beyond its vocab_size"),
     (_BERT, lambda folder: (folder / _WHOLE).rename(folder / "Model.safetensors"), {},
      f"has no {_WHOLE}, but Model.safetensors; rename"),
     (_BERT, tensors(lambda found: found.update({f"module.{name}": found.pop(name) for name in [*found]})), {},
@@ -574,7 +563,7 @@ def test_a_damaged_file_that_nobody_reads_does_no_harm(changed: Changed) -> None
     for file in ("onnx/config.json", "old/config.json", "checkpoint-500/model.safetensors"):
         (path / file).parent.mkdir()
         (path / file).write_bytes(_POINTER)
-    load_model(EngineConfig(model=str(path)), CPU)
+    load_model(EngineConfig(model=str(path)), changes.CPU)
 
 
 def test_folders_that_routes_name_are_looked_at(tmp_path: Path) -> None:
@@ -685,7 +674,7 @@ def test_it_says_to_install_gguf(checkpoints: SharedCheckpoints, monkeypatch: py
 def test_half_of_an_adapters_base_is_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
     path = checkpoints(partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"]))
     adapters.without_classifier(Path(path), tmp_path / "adapter", tmp_path / "base")
-    dropped("base_model.model.classifier.bias", _MATRICES)(tmp_path / "adapter")
+    changes.dropped("base_model.model.classifier.bias", _MATRICES)(tmp_path / "adapter")
     assert "missing: classifier.bias" in refusal(tmp_path / "adapter")
     tied, adapter = Path(checkpoints(language_models.qwen3_reranker)), tmp_path / "tied"
     size = load_file(tied / "model.safetensors")["model.embed_tokens.weight"].shape
@@ -789,7 +778,8 @@ _RENAMED = {
 
 
 DAMAGES = {
-    "renamed": renamed, "missing": dropped, "of another shape": with_another_row, "with a NaN": not_finite,
+    "renamed": renamed, "missing": changes.dropped, "of another shape": changes.with_another_row,
+    "with a NaN": changes.not_finite,
 }  # fmt: skip
 
 # One of each loader; `make test-all` takes all.

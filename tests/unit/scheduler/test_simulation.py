@@ -2,40 +2,29 @@
 
 import pytest
 
-from maxsimd.bench.order_of_work import (
-    BUDGET,
-    MIXES,
-    FirstComeFirstServed,
-    RoundRobin,
-    SchedulerOrder,
-    beside_batches,
-    closed_loop,
-    longest_wait_of_bound,
-    poisson_arrivals,
-    simulate,
-    summary,
-)
+from maxsimd.bench import order_of_work
+from maxsimd.bench.order_of_work import BUDGET, MIXES, beside_batches, closed_loop, simulate, summary
 from maxsimd.engine.requests import priority_number
 from tests.exhaustive import exhaustive
 
 
 @pytest.mark.parametrize("mix", [next(iter(MIXES)), *exhaustive(*list(MIXES)[1:])])
 def test_latency_is_below_round_robins_and_in_bounds(mix: str) -> None:
-    arrivals = poisson_arrivals(0.95, 400, MIXES[mix], seed=1)
-    ours = summary(simulate(arrivals, SchedulerOrder(BUDGET)))
-    round_robin = summary(simulate(arrivals, RoundRobin(BUDGET)))
-    first_come = summary(simulate(arrivals, FirstComeFirstServed(BUDGET)))
+    arrivals = order_of_work.poisson_arrivals(0.95, 400, MIXES[mix], seed=1)
+    ours = summary(simulate(arrivals, order_of_work.SchedulerOrder(BUDGET)))
+    round_robin = summary(simulate(arrivals, order_of_work.RoundRobin(BUDGET)))
+    first_come = summary(simulate(arrivals, order_of_work.FirstComeFirstServed(BUDGET)))
     assert ours["mean_s"] <= 0.9 * round_robin["mean_s"]
     assert ours["mean_s"] <= 1.07 * first_come["mean_s"]
     assert ours["p99_s"] <= round_robin["p99_s"]
-    bound = longest_wait_of_bound(MIXES[mix], 400, seed=1)
+    bound = order_of_work.longest_wait_of_bound(MIXES[mix], 400, seed=1)
     assert bound["longest_of_bound"] <= 1
     assert bound["refused"] > 0
 
 
 def test_clients_and_batches_wait_as_they_should() -> None:
-    ours = closed_loop(SchedulerOrder(16_384), 64, 600, 16_384, seed=1)
-    in_turn = closed_loop(FirstComeFirstServed(16_384), 64, 600, 16_384, seed=1)
+    ours = closed_loop(order_of_work.SchedulerOrder(16_384), 64, 600, 16_384, seed=1)
+    in_turn = closed_loop(order_of_work.FirstComeFirstServed(16_384), 64, 600, 16_384, seed=1)
     assert ours["p99_s"] <= 1.25 * ours["mean_s"]
     assert ours["tokens_per_s"] >= 0.99 * in_turn["tokens_per_s"]
     batch = beside_batches(100, 0.6, 60, priority_number("batch"))

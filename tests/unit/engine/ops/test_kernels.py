@@ -15,16 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from maxsimd.engine.execution import linear as layers
+from maxsimd.engine.execution import weights as towers
 from maxsimd.engine.execution.attention.backend import OneByOneBackend
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
 from maxsimd.engine.execution.layout import Layout
-from maxsimd.engine.execution.weights import (
-    TOWER_ATTENTION,
-    PatchProduct,
-    attend_within_pictures,
-    tower_attention_restored,
-    use_tower_kernels,
-)
+from maxsimd.engine.execution.weights import TOWER_ATTENTION, PatchProduct, attend_within_pictures
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu import linear as products
@@ -461,8 +456,8 @@ def test_only_convolutions_of_separate_patches_are_replaced() -> None:
             "attention": TinyAttention(config),
         }
     )
-    with tower_attention_restored([tower]):
-        use_tower_kernels([tower])
+    with towers.tower_attention_restored([tower]):
+        towers.use_tower_kernels([tower])
         assert config._attn_implementation == TOWER_ATTENTION
     assert config._attn_implementation == "sdpa"
     replaced = [name for name, module in tower.items() if isinstance(module, PatchProduct)]

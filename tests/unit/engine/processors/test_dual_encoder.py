@@ -18,23 +18,8 @@ from maxsimd.engine.processors.text.builder import LongInputs, TextBuilder
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
 from maxsimd.engine.scoring import scorer
 from maxsimd.scheduler import ResultSlot, Role, TokenSequence, Window
-from tests.unit.engine.processors.small_models import (
-    CLS,
-    DOCUMENT_PROMPT,
-    INSTRUCT_LABEL,
-    QUERY_LABEL,
-    SEP,
-    embedding,
-    empty_cache,
-    ids,
-    model,
-    processors,
-    refused,
-    request_ids,
-    score_request,
-    tokens_of,
-    words,
-)
+from tests.unit.engine.processors import small_models as small
+from tests.unit.engine.processors.small_models import CLS, SEP, embedding, ids, model, request_ids, words
 
 LATE_INTERACTION, BI_ENCODER = "token_embed", "embed"
 
@@ -42,8 +27,8 @@ LATE_INTERACTION, BI_ENCODER = "token_embed", "embed"
 def score(
     *texts: Any, task: str = LATE_INTERACTION, instruction: Any = None, cache: Any = None, **changes: Any
 ) -> ScorePlan:
-    made = processors(model(score_task=task, **changes), cache=cache)
-    request = score_request(*texts, instruction=instruction)
+    made = small.processors(model(score_task=task, **changes), cache=cache)
+    request = small.score_request(*texts, instruction=instruction)
     return made.scores.prepare(request, request_ids())
 
 
@@ -59,7 +44,7 @@ def slots_of(plan: ScorePlan) -> list[int]:
 def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
     plan = score(["w1", "w2 w3"], ["w4", "w5 w6 w7"], task=task)
     texts = [ids(1, 1), ids(2, 2), ids(1, 4), ids(3, 5)]
-    assert tokens_of(plan) == [[CLS, *text, SEP] for text in texts]
+    assert small.tokens_of(plan) == [[CLS, *text, SEP] for text in texts]
     assert [sequence.sequence_id for sequence in plan.sequences] == [100, 101, 102, 103]
     roles = [sequence.payload.role for sequence in plan.sequences]
     assert roles == [Role.QUERY, Role.QUERY, Role.DOCUMENT, Role.DOCUMENT]
@@ -73,7 +58,7 @@ def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
 
 def test_equal_documents_of_a_query_share_a_score() -> None:
     plan = score(["w1"], ["w4", "w5", "w4", "w4"])
-    assert tokens_of(plan)[1:] == [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 5), SEP]]
+    assert small.tokens_of(plan)[1:] == [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 5), SEP]]
     assert (plan.sequences[0].num_consumers, plan.num_values) == (2, 2)
     assert plan.raw_scores([3, 8]).tolist() == [3, 8, 3, 3]
     plan = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
@@ -100,7 +85,7 @@ def test_late_interaction_scores_all_windows_as_one() -> None:
 def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three documents have ten windows each, of two tokens beside [CLS] and [SEP]."""
     truncation = Truncation(max_tokens=4, windows=True)
-    request = score_request(["a"], [words(20, i) for i in range(3)], truncation)
+    request = small.score_request(["a"], [words(20, i) for i in range(3)], truncation)
     made: list[int] = []
     complete = TextBuilder._completed
 
@@ -109,7 +94,7 @@ def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.Mon
         return complete(builder, *given, **options)
 
     monkeypatch.setattr(TextBuilder, "_completed", counting)
-    prepare = processors(model(score_task=task)).scores.prepare
+    prepare = small.processors(model(score_task=task)).scores.prepare
     assert len(prepare(request, request_ids(most_tokens=120)).sequences) == 1 + 30
     for most, windows in ((119, 30), (79, 20), (36, 10), (35, 0)):
         made.clear()
@@ -131,12 +116,12 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
 
 
 def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_others() -> None:
-    request = score_request(["w1"], ["w2", "\ud83d", "w3", "w2"], skip_unreadable=True, normalize=True)
+    request = small.score_request(["w1"], ["w2", "\ud83d", "w3", "w2"], skip_unreadable=True, normalize=True)
     similar = {
         "tasks": {"token_embed": Task("all", torch.nn.Identity(), 8, normalized=True)},
         "similarity": "maxsim",
     }
-    plan = processors(model(**similar)).scores.prepare(request, request_ids())
+    plan = small.processors(model(**similar)).scores.prepare(request, request_ids())
     assert (list(plan.errors), plan.num_values, plan.usage.prompt_tokens) == ([1], 2, 9)
     np.testing.assert_array_equal(plan.raw_scores([1.5, 3]), [1.5, np.nan, 3, 1.5])
     np.testing.assert_allclose(plan.scores([1.5, 3]), [0.5, np.nan, 1, 0.5])
@@ -154,11 +139,11 @@ def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
         (None, "w20", ids(1, 20)),
         ("w30", None, ids(1, 30)),
     ):
-        request = score_request(["w1"], ["w2"], instruction=of_request)
-        plan = processors(model(**rules, instruction=own)).scores.prepare(request, request_ids())
-        query = [CLS, INSTRUCT_LABEL, *written, QUERY_LABEL, *ids(1, 1), SEP]
-        assert tokens_of(plan) == [query, [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
-    with refused("instruction", "takes no instruction"):
+        request = small.score_request(["w1"], ["w2"], instruction=of_request)
+        plan = small.processors(model(**rules, instruction=own)).scores.prepare(request, request_ids())
+        query = [CLS, small.INSTRUCT_LABEL, *written, small.QUERY_LABEL, *ids(1, 1), SEP]
+        assert small.tokens_of(plan) == [query, [CLS, small.DOCUMENT_PROMPT, *ids(1, 2), SEP]]
+    with small.refused("instruction", "takes no instruction"):
         score(["w1"], ["w2"], instruction="w20")
 
 
@@ -171,26 +156,28 @@ def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
     assert cut == [True, False, True]
     limits = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
     limited = score([words(3)], [words(6), words(4)], limits, task=task)
-    assert tokens_of(limited) == [[CLS, *ids(2, 1), SEP], [CLS, *ids(4, 2), SEP], [CLS, *ids(4), SEP]]
+    assert small.tokens_of(limited) == [[CLS, *ids(2, 1), SEP], [CLS, *ids(4, 2), SEP], [CLS, *ids(4), SEP]]
     assert limited.truncated == 2
 
 
 def test_what_is_too_long_is_refused_by_its_index() -> None:
-    with refused("documents", r"^documents\[3\] has 11 tokens, but at most 10"):
+    with small.refused("documents", r"^documents\[3\] has 11 tokens, but at most 10"):
         score(["w1"], ["w2", "w2", "w3", words(9)], max_tokens=10)
-    with refused("queries", r"^queries\[1\] has 11 tokens, but at most 10"):
+    with small.refused("queries", r"^queries\[1\] has 11 tokens, but at most 10"):
         score(["w1", words(9)], ["w2", "w3"], max_tokens=10)
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
     described = model(max_tokens=10_000)
-    prepare = processors(described, most_vectors=20).scores.prepare
-    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
-    with refused("documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"):
-        prepare(score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
+    prepare = small.processors(described, most_vectors=20).scores.prepare
+    assert prepare(small.score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
+    with small.refused(
+        "documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"
+    ):
+        prepare(small.score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> None:
-    cache = empty_cache()
+    cache = small.empty_cache()
     cache.put([(cache.key("w5", "as it is"), embedding(rows=1, tokens=3))])
     cache.put([(cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True))])
     plan = score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
@@ -210,7 +197,7 @@ def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> Non
 
 
 def test_cached_documents_are_in_batches_by_query_and_size() -> None:
-    cache = empty_cache()
+    cache = small.empty_cache()
     cache.put([(cache.key("w5", "as it is"), embedding())])
     plan = score(["w1", "w2"], ["w5", "w5"], cache=cache)
     assert [batch.waits_for for batch in plan.cached] == [100, 101]
@@ -277,7 +264,7 @@ WINDOWS = Truncation(max_tokens=-1, windows=True)
 
 @pytest.fixture
 def cache() -> Iterator[EmbeddingCache]:
-    made = empty_cache()
+    made = small.empty_cache()
     yield made
     made.close()
 
@@ -291,8 +278,10 @@ def looked_up(
     task: str = "token_embed",
 ) -> ScorePlan:
     rules = RoleRules(max_tokens=own_length)
-    made = processors(model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache)
-    return made.scores.prepare(score_request(["w1"], [document], truncation, cache=mode), request_ids())
+    made = small.processors(
+        model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache
+    )
+    return made.scores.prepare(small.score_request(["w1"], [document], truncation, cache=mode), request_ids())
 
 
 def plain(cache: EmbeddingCache, document: str) -> bytes:
@@ -340,8 +329,8 @@ def test_hits_and_misses_are_counted_where_there_is_a_cache(cache: EmbeddingCach
     cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
     bypassed = looked_up(cache, "w2", mode="bypass")
     assert (len(bypassed.cached), key_of(bypassed), cache.hits, cache.misses) == (0, None, 0, 0)
-    made = processors(model(), cache=cache)
-    made.scores.prepare(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
+    made = small.processors(model(), cache=cache)
+    made.scores.prepare(small.score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
     assert (cache.hits, cache.misses) == (2, 1)
     assert key_of(looked_up(cache, LONG, WINDOWS, task="embed")) is None
     assert key_of(looked_up(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)

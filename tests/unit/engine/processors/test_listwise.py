@@ -10,21 +10,8 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.listwise import ListwisePlan, in_blocks, listwise_prompt, merge_blocks
 from maxsimd.engine.requests import CUT_LONG, Truncation
 from maxsimd.scheduler import ResultSlot
-from tests.unit.engine.processors.small_models import (
-    DOCUMENT,
-    DOCUMENT_MARKER,
-    FIRST_WORD,
-    QUERY_MARKER,
-    document,
-    ids,
-    model,
-    processors,
-    refused,
-    request_ids,
-    score_request,
-    tokenizer,
-    words,
-)
+from tests.unit.engine.processors import small_models as small
+from tests.unit.engine.processors.small_models import DOCUMENT, FIRST_WORD, document, ids, model, words
 
 
 def rules(**changes: int) -> ListwiseRules:
@@ -39,8 +26,8 @@ def score(
     *texts: Any, ranked_by: ListwiseRules = RULES, default: Any = None, max_tokens: int = 5000, **options: Any
 ) -> ListwisePlan:
     described = model(score_task="rank", listwise=ranked_by, instruction=default, max_tokens=max_tokens)
-    request = score_request(*texts, **options)
-    plan = processors(described).scores.prepare(request, request_ids())
+    request = small.score_request(*texts, **options)
+    plan = small.processors(described).scores.prepare(request, small.request_ids())
     assert isinstance(plan, ListwisePlan)
     return plan
 
@@ -52,7 +39,7 @@ def texts_of(plan: ListwisePlan) -> list[list[list[int]]]:
         texts: list[list[int]] = []
         text: list[int] = []
         for token in sequence.tokens.ids.tolist():
-            if token in (DOCUMENT_MARKER, QUERY_MARKER):
+            if token in (small.DOCUMENT_MARKER, small.QUERY_MARKER):
                 texts.append(text)
             text = [*text, token] if token >= FIRST_WORD else []
         found.append(texts)
@@ -60,7 +47,7 @@ def texts_of(plan: ListwisePlan) -> list[list[list[int]]]:
 
 
 def prompt_length(query: str, documents: list[str], ranked_by: ListwiseRules = RULES) -> int:
-    return len(tokenizer().encode([listwise_prompt(query, documents, None, ranked_by)], "text")[0])
+    return len(small.tokenizer().encode([listwise_prompt(query, documents, None, ranked_by)], "text")[0])
 
 
 def test_documents_share_prompts_with_the_query_block_by_block() -> None:
@@ -77,7 +64,7 @@ def test_documents_share_prompts_with_the_query_block_by_block() -> None:
     assert plan.input_of(1) == "documents", "a block has many"
     tokens = plan.sequences[2].tokens
     assert tokens.pooled_positions is not None
-    assert tokens.ids[tokens.pooled_positions].tolist() == [DOCUMENT_MARKER, QUERY_MARKER]
+    assert tokens.ids[tokens.pooled_positions].tolist() == [small.DOCUMENT_MARKER, small.QUERY_MARKER]
     plan = score(["w1", "w2", "w3"], ["w4", "w5", "w6"])
     assert texts_of(plan) == [[ids(1, 4 + i), ids(1, 1 + i)] for i in range(3)]
     assert plan.num_blocks == (1, 1, 1)
@@ -129,7 +116,7 @@ def test_a_prompt_that_does_not_fit_the_context_is_halved() -> None:
     assert len(score(["w1"], documents, Truncation(max_tokens=room - 1)).sequences) == 2
     assert len(score(["w1"], documents, max_tokens=room - 1).sequences) == 2
     alone = prompt_length("w1", ["w2"])
-    with refused("documents", f"^a pass over one document has {alone} tokens, but at most {alone - 1}"):
+    with small.refused("documents", f"^a pass over one document has {alone} tokens, but at most {alone - 1}"):
         score(["w1"], ["w2"], max_tokens=alone - 1)
 
 

@@ -21,27 +21,8 @@ from maxsimd.engine.processors.text.builder import LongInputs, TextBuilder
 from maxsimd.engine.processors.text.tokenization import PART_TEXTS, TextTokenizer, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
-from tests.unit.engine.processors.small_models import (
-    CLS,
-    DOCUMENT_PROMPT,
-    MASK,
-    QUERY_MARKER,
-    QUERY_PROMPT,
-    SEP,
-    VOCABULARY,
-    A,
-    B,
-    fast_tokenizer,
-    ids,
-    model,
-    processors,
-    refused,
-    request_ids,
-    score_request,
-    tokenizer,
-    tokens_of,
-    words,
-)
+from tests.unit.engine.processors import small_models as small
+from tests.unit.engine.processors.small_models import CLS, MASK, SEP, A, ids, model, refused, tokens_of, words
 
 ROLES = {
     "query": RoleRules(prompt="query: "),
@@ -52,7 +33,7 @@ ROLES = {
 
 def embed(made: Any, texts: Any, truncation: Truncation = REFUSE_LONG, **options: str) -> EmbeddingPlan:
     request = EmbedRequest(texts=tuple(texts), task="embed", truncation=truncation, **options)  # type: ignore[arg-type]
-    return made.embedding.prepare(request, request_ids())
+    return made.embedding.prepare(request, small.request_ids())
 
 
 def one(
@@ -63,7 +44,7 @@ def one(
     special_tokens: bool = True,
 ) -> tuple[list[int], list[int] | None, int, int]:
     """A text's token ids, the positions that are pooled, how many are attended, and whether it was cut."""
-    made = processors(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
+    made = small.processors(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
     plan = embed(made, [text], truncation)
     tokens = plan.sequences[0].tokens
     pooled = None if tokens.pooled_positions is None else tokens.pooled_positions.tolist()
@@ -71,29 +52,31 @@ def one(
 
 
 def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
-    made = processors(model(**ROLES))
+    made = small.processors(model(**ROLES))
     text = ids(2)
     assert tokens_of(embed(made, [words(2)])) == [[CLS, *text, SEP]]
-    assert tokens_of(embed(made, [words(2)], input_type="query")) == [[CLS, QUERY_PROMPT, *text, SEP]]
-    assert tokens_of(embed(made, [words(2)], input_type="document")) == [[CLS, DOCUMENT_PROMPT, *text, SEP]]
+    assert tokens_of(embed(made, [words(2)], input_type="query")) == [[CLS, small.QUERY_PROMPT, *text, SEP]]
+    assert tokens_of(embed(made, [words(2)], input_type="document")) == [
+        [CLS, small.DOCUMENT_PROMPT, *text, SEP]
+    ]
     for input_type in ({}, {"input_type": "document"}):
         named = embed(made, [words(2)], prompt_name="named", **input_type)
         assert tokens_of(named) == [[CLS, *ids(2, 900), *text, SEP]]
-    limited = processors(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
+    limited = small.processors(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
     plan = embed(limited, [words(9)], input_type="query", prompt_name="named")
     assert tokens_of(plan) == [[CLS, *ids(1, 900), *ids(2), SEP]], "with the other rules of the role"
     for described, named in ((model(**ROLES), "named, query"), (model(), "none")):
         with refused("prompt_name", f"'other'; this model has: {named}"):
-            embed(processors(described), ["a"], prompt_name="other")
+            embed(small.processors(described), ["a"], prompt_name="other")
 
 
 def test_texts_and_token_ids_come_out_in_their_order() -> None:
-    plan = embed(processors(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
+    plan = embed(small.processors(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
     assert tokens_of(plan) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
     assert [sequence.payload.slot for sequence in plan.sequences] == [ResultSlot(7, i) for i in range(3)]
     assert (plan.num_values, plan.truncated, plan.num_new_tokens) == (3, 0, 11)
     for input_type, role in (("document", Role.DOCUMENT), ("query", Role.QUERY), (None, Role.TEXT)):
-        plan = embed(processors(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
+        plan = embed(small.processors(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
         assert plan.sequences[0].payload.role is role
     given_ids = tuple(range(20, 29))
     assert one(RoleRules(prompt="query: "), given_ids) == (list(given_ids), None, 9, 0)
@@ -102,15 +85,15 @@ def test_texts_and_token_ids_come_out_in_their_order() -> None:
         one(RoleRules(), given_ids, max_tokens=8)
     cut = one(RoleRules(), given_ids, Truncation(max_tokens=8, side="left"))
     assert cut == (list(given_ids[1:]), None, 8, 1)
-    assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
-    for wrong in ((), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)):
-        with refused("input", rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
+    assert one(RoleRules(), (0, small.VOCABULARY - 1))[0] == [0, small.VOCABULARY - 1]
+    for wrong in ((), (-1,), (small.VOCABULARY,), (5, small.VOCABULARY), (5, -1, 6), (2**70,)):
+        with refused("input", rf"^input\[0\] must .* from 0 to {small.VOCABULARY - 1}$"):
             one(RoleRules(), wrong)
 
 
 def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
     for taken, longest in ((10, 12), (12, 10)):
-        made = processors(model(max_tokens=taken), longest=longest)
+        made = small.processors(model(max_tokens=taken), longest=longest)
         for truncation in (REFUSE_LONG, CUT_LONG):
             fits = embed(made, [words(8)], truncation)
             assert (tokens_of(fits), fits.truncated) == ([[CLS, *ids(8), SEP]], 0)
@@ -138,7 +121,7 @@ def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
 def test_a_text_without_any_token_is_refused() -> None:
     assert one(RoleRules(), "")[0] == [CLS, SEP]
     for truncation in (Truncation(), Truncation(windows=True)):
-        builder = TextBuilder(tokenizer(False), RoleRules(), LongInputs(truncation, 9, 0), "input")
+        builder = TextBuilder(small.tokenizer(False), RoleRules(), LongInputs(truncation, 9, 0), "input")
         with refused("input", r"^input\[3\] has no tokens; leave it out$"):
             builder.windows(builder.encode([""])[0], 3)
 
@@ -154,7 +137,7 @@ def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> 
     cut = one(rules, words(9), Truncation(max_tokens=5))
     assert cut == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 1)
     assert one(rules, (20, 21))[0] == [20, 21, MASK, MASK, MASK, MASK]
-    types = embed(processors(model(text=rules)), ["a"]).sequences[0].tokens.type_ids
+    types = embed(small.processors(model(text=rules)), ["a"]).sequences[0].tokens.type_ids
     assert types is not None
     assert types.tolist() == [0] * 6
 
@@ -166,7 +149,7 @@ def test_what_is_not_pooled() -> None:
     rules = RoleRules(prompt="query: ", pool_prompt=False, skipped_ids=np.array([SEP]))
     assert one(rules, words(2))[1] == [2, 3], "beside a prompt that is not pooled"
     rules = RoleRules(prompt="query: w900 ", pool_prompt=False)
-    assert one(rules, words(2)) == ([CLS, QUERY_PROMPT, *ids(1, 900), *ids(2), SEP], [3, 4, 5], 6, 0)
+    assert one(rules, words(2)) == ([CLS, small.QUERY_PROMPT, *ids(1, 900), *ids(2), SEP], [3, 4, 5], 6, 0)
     assert one(RoleRules(prompt="query: w900 "), words(2))[1] is None
     assert one(RoleRules(pool_prompt=False), words(2))[1] is None, "without a prompt everything is pooled"
     # Token ids are the caller's own: they have no prompt.
@@ -180,7 +163,7 @@ def test_what_is_not_pooled() -> None:
 
 
 def windows_of(rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None) -> Any:
-    made = tokenizer()
+    made = small.tokenizer()
     builder = TextBuilder(made, rules, LongInputs(truncation, 64, 0), "documents", max_tokens)
     built = builder.windows(builder.encode_for_windows([words(length)])[0], 0)
     return [(window.tokens.ids.tolist(), window.truncated) for window in built]
@@ -220,23 +203,23 @@ def test_windows_read_no_more_than_is_wanted() -> None:
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 50))
 @example(9, 9, 5)
 def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: int, room: int) -> None:
-    library = fast_tokenizer(special_tokens=False).backend_tokenizer
+    library = small.fast_tokenizer(special_tokens=False).backend_tokenizer
     library.enable_truncation(room, strategy="longest_first")
     encoding = library.encode("a " * first, "b " * second)
-    assert longest_first(first, second, room) == (encoding.ids.count(A), encoding.ids.count(B))
+    assert longest_first(first, second, room) == (encoding.ids.count(A), encoding.ids.count(small.B))
 
 
 def test_texts_become_tokens_and_tokens_texts() -> None:
-    made = tokenizer()
+    made = small.tokenizer()
     assert [(start, encoding.ids, encoding.tokens) for start, encoding in made.read("w0 w1", "text")] == [
         (0, ids(2), ["w0", "w1"])
     ]
     assert made.token(CLS) == "[CLS]"
-    assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
-    assert (made.token_id("w0"), made.vocabulary_size) == (ids(1)[0], VOCABULARY)
+    assert made.decode([small.QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
+    assert (made.token_id("w0"), made.vocabulary_size) == (ids(1)[0], small.VOCABULARY)
     in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
     assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
-    original = fast_tokenizer()
+    original = small.fast_tokenizer()
     original.backend_tokenizer.enable_padding(length=9)
     original.backend_tokenizer.enable_truncation(4)
     made = TextTokenizer(original)
@@ -262,8 +245,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def prepare(kind: str, queries: list[str], documents: list[str], **options: str) -> None:
-    request = score_request(queries, documents, **options)  # type: ignore[arg-type]
-    processors(model(**MODELS[kind])).scores.prepare(request, request_ids())
+    request = small.score_request(queries, documents, **options)  # type: ignore[arg-type]
+    small.processors(model(**MODELS[kind])).scores.prepare(request, small.request_ids())
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -279,7 +262,7 @@ def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str) -> None:
             prepare(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
     with refused("input", r"^input\[1\] has half of a character"):
         request = EmbedRequest(texts=("w1", NOT_UNICODE), task="embed")
-        processors(model()).embedding.prepare(request, request_ids())
+        small.processors(model()).embedding.prepare(request, small.request_ids())
 
 
 PROMPTED = model(
@@ -305,22 +288,22 @@ def test_model_and_step_must_hold_the_shortest_sequences() -> None:
         (model(**templated), {"a pair": 5, "a text": 3}),
         (model(**templated, instruction="w1 w2"), {"a pair": 6, "a text": 3}),
     ):
-        assert shortest_sequences(described, tokenizer()) == expected
-    assert shortest_sequences(model(), tokenizer(special_tokens=False))["a text"] == 1
+        assert shortest_sequences(described, small.tokenizer()) == expected
+    assert shortest_sequences(model(), small.tokenizer(special_tokens=False))["a text"] == 1
     plain, instructed = (
-        shortest_sequences(model(**MODELS["listwise"], instruction=own), tokenizer())
+        shortest_sequences(model(**MODELS["listwise"], instruction=own), small.tokenizer())
         for own in (None, "w1 w2")
     )
     assert instructed["a query with one document"] == plain["a query with one document"] + 4
     too_long = r"^a text of 'small' has at least 6 tokens .* input is 5 tokens; raise max_model_len if it"
     for chunked in (True, False):
-        check_room(PROMPTED, tokenizer(), 6, chunked)
+        check_room(PROMPTED, small.tokenizer(), 6, chunked)
         with pytest.raises(ModelLoadError, match=too_long):
-            check_room(replace(PROMPTED, max_tokens=5), tokenizer(), 100, chunked)
-    check_room(PROMPTED, tokenizer(), 5, chunked=True)
+            check_room(replace(PROMPTED, max_tokens=5), small.tokenizer(), 100, chunked)
+    check_room(PROMPTED, small.tokenizer(), 5, chunked=True)
     message = "a step takes no more than 5; raise max_batch_tokens to at least 6"
     with pytest.raises(ModelLoadError, match=message):
-        check_room(PROMPTED, tokenizer(), 5, chunked=False)
+        check_room(PROMPTED, small.tokenizer(), 5, chunked=False)
 
 
 def test_digests_tell_contents_apart() -> None:
