@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from maxsimd.engine.config import refuse_missing_folder
@@ -66,7 +66,9 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
                 f"modules.json of {model!r} gives its module {i} no {lacking[0]}, which must be a text; "
                 "download the file again"
             )
+    _check_inside(model, modules)
     modules = _routed(model, modules, revision)
+    _check_inside(model, modules)
     at_root = config is not None
     if not at_root and not modules:
         inside = sorted(path.parent.name for path in Path(model).glob("*/config.json"))
@@ -95,6 +97,17 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
                 "write the prompt as one string"
             )
     return CheckpointFiles(config or {}, settings, modules, at_root)
+
+
+def _check_inside(model: str, modules: list[dict[str, Any]]) -> None:
+    """Raises ModelLoadError for a module outside of the checkpoint's folder."""
+    for module in modules:
+        path = PurePosixPath(module["path"])
+        if path.is_absolute() or ".." in path.parts:
+            raise ModelLoadError(
+                f"{model!r} has a module in {module['path']!r}, outside of its own folder; correct "
+                "modules.json or router_config.json"
+            )
 
 
 def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:

@@ -464,6 +464,11 @@ _DAMAGED: list[Case] = [
         )
         for text in texts
     ],
+    *[
+        (_BERT, written("modules.json", json.dumps([{"name": "0", "path": path, "type": "x"}])), {},
+         "has a module in .*, outside of its own folder")
+        for path in ("../other", "/other", "a/../../b")
+    ],
     (_BERT, settings(hidden_act="no"), {}, "config.json sets hidden_act to 'no', which"),
     (cross_encoders.modernbert, changes.without_settings("pad_token_id"), {},
      "a pad_token_id beyond its vocab_size"),
