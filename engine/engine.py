@@ -481,8 +481,8 @@ class Engine:
             max_tokens=max_tokens,
         )
         options = RunOptions(priority, tenant, timeout, progress)
-        plan, values = await self._embed(request, dimensions, options)
         tokenizer = self.tokenizer if return_tokens else None
+        plan, values = await self._embed(request, dimensions, options)
         return await run_in_thread_if_large(values.work, plan.token_vectors, values, dimensions, tokenizer)
 
     @_call

@@ -162,7 +162,7 @@ def _check_characters(number: int, param: str) -> None:
 
 
 class _Room:
-    """How many tokens an answer still has room for, so that it takes no more memory than all bodies may."""
+    """Tokens that an answer has room for, so that it takes no more memory than all bodies may."""
 
     def __init__(self, megabytes: int, param: str) -> None:
         self._most = self._left = (megabytes << 20) // _BYTES_A_TOKEN
