@@ -106,6 +106,8 @@ def save_reranker(shape: str, folder: Path) -> str:
         case "qwen3-0.6b":  # Qwen/Qwen3-Reranker-0.6B, converted into a classifier
             common |= {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
             common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+            # 40,960 published: vLLM refuses to start without room for the keys and values of one such text.
+            common |= {"max_position_embeddings": 8192}
             model = hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**common))
         case _:
             raise ValueError(f"there is no shape {shape!r}")

@@ -157,6 +157,10 @@ class Outcome:
     concurrency: int
     turns: dict[str, list[Turn]]
 
+    def __str__(self) -> str:
+        rates = (f"{system} {self.median(system, 'documents_per_s'):.2f}" for system in self.turns)
+        return f"documents/s: {', '.join(rates)}"
+
     def median(self, system: str, what: str) -> float:
         return float(statistics.median(getattr(turn, what) for turn in self.turns[system]))
 
@@ -211,6 +215,8 @@ async def run_peers(
                 for name, contest in contests.items():
                     click.echo(f"  {name}", err=True)
                     results.outcomes[name] = await arena.compete(contest, rounds)
+                    for outcome in results.outcomes[name]:  # in case a later system does not start
+                        click.echo(f"    {outcome}", err=True)
     for name, experiment in experiments.items():
         if not experiment.loads:
             click.echo(f"  {name}", err=True)
