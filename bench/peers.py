@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,6 +234,8 @@ class Arena:
     def __init__(self, senders: dict[str, Send], servers: frozenset[str] = frozenset()) -> None:
         self._senders = senders
         self._servers = servers
+        # Systems that cache prefixes must not meet the pairs of another load.
+        self._seeds = count()
 
     @classmethod
     async def enter(cls, stack: AsyncExitStack, systems: list[System], checkpoint: str) -> "Arena":
@@ -257,7 +260,7 @@ class Arena:
         names = list(self._senders) if names is None else names
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         for number in range(rounds + 1):
-            requests = load.make(seed=number)
+            requests = load.make(seed=next(self._seeds))
             for name in names if number % 2 else names[::-1]:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 duration, outcomes = await drive_or_raise(self._senders[name], requests, load.concurrency)
