@@ -735,7 +735,7 @@ def bench_cluster_hits(seed: int) -> _Measured:
     "--shape",
     multiple=True,
     type=click.Choice(list(RERANKERS)),
-    help="Run a model's shape instead; repeatable",
+    help="Run a model's shape, and only what is named; repeatable",
 )
 @_rounds(5)
 @click.option(

@@ -8,8 +8,9 @@ from typing import Any
 from maxsimd.bench.checkpoints import RERANKERS
 from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES
 
+_VLLM = "vLLM bfloat16"
 _OURS, _OTHERS = "tab:blue", "tab:gray"
-_MARKS = {"maxsimd bfloat16": "o", "maxsimd int8": "s", "vLLM bfloat16": "^"}
+_MARKS = {"maxsimd bfloat16": "o", "maxsimd int8": "s", _VLLM: "^"}
 
 
 def draw(folder: Path) -> list[Path]:
@@ -23,7 +24,9 @@ def draw(folder: Path) -> list[Path]:
         drawn = [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
     if (file := folder / "peer-shapes-cpu.json").exists():
         results = json.loads(file.read_text(encoding="utf-8"))
-        drawn.append(save(_by_shape(results), folder / "shapes.svg"))
+        outcomes = [outcome for name, found in results.items() if name in SHAPES for outcome in found]
+        if any(_VLLM in outcome["systems"] for outcome in outcomes):  # the chart is of ratios to it
+            drawn.append(save(_by_shape(results), folder / "shapes.svg"))
     return drawn
 
 
@@ -35,7 +38,7 @@ def _by_shape(results: dict[str, Any]) -> Any:
         if outcome["concurrency"] == 8:
             names.append(RERANKERS[SHAPES[name].checkpoint])
             for ours, values in ratios.items():
-                values.append(outcome["ratios_of_documents_per_s"][ours]["vLLM bfloat16"])
+                values.append(outcome["ratios_of_documents_per_s"][ours][_VLLM])
     figure, axes = _axes(0.75 * len(names) + 1.3)
     for i, (ours, values) in enumerate(ratios.items()):
         places = [row + 0.38 * (i - 0.5) for row in range(len(names))]
@@ -43,7 +46,7 @@ def _by_shape(results: dict[str, Any]) -> Any:
         axes.bar_label(drawn, fmt="%.2f", padding=3)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.axvline(1, color=_OTHERS, linestyle="--", label="vLLM bfloat16")
+    axes.axvline(1, color=_OTHERS, linestyle="--", label=_VLLM)
     axes.set_xlabel("documents a second, in times vLLM's")
     axes.margins(x=0.12)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)

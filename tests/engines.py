@@ -59,12 +59,16 @@ class Engines:
 
 @contextmanager
 def held_steps(engine: Engine, after: int = 0) -> Iterator[threading.Event]:
-    """Runs so many steps and holds the next until the event is set, at the latest in the end."""
+    """Runs so many steps of later requests and holds the next until the event is set, at the latest in the
+    end. Steps of requests that came before run."""
     runner: Any = engine.device_model.runner
     forward, steps, go_on = runner.forward, count(), threading.Event()
+    running: Any = engine._running
+    before = next(running._request_ids)
 
     def held(step: Step) -> Any:
-        if next(steps) >= after:
+        parts = (*(chunk.sequence for chunk in step.chunks), *step.others)
+        if any(part.request_id > before for part in parts) and next(steps) >= after:
             assert go_on.wait(120)
         return forward(step)
 

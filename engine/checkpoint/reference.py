@@ -188,7 +188,7 @@ class PooledReference(StatesReference):
 
 
 def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.Tensor:
-    """The vector [dim] of rows [tokens, dim], of which those at `positions` take part.
+    """The vector [dim] that pools the rows at `positions` of rows [tokens, dim].
 
     `weighted-mean` gives position i the weight i + 1 (Muennighoff 2022, arXiv 2202.08904)."""
     match method:

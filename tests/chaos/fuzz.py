@@ -32,6 +32,8 @@ _SECONDS = 1.0
 _TOKEN_FACTOR = 2
 _SMALL_BODY = 1 << 20
 _MEMORY_BYTES, _MEMORY_FACTOR = 64 << 20, 20
+# Freed memory that a server keeps for its next requests: it returns what exceeds this; see api/process.py.
+_KEPT_BYTES = 128 << 20
 # How long a request is given that need not be answered.
 _PATIENCE_SECONDS, _LOST_SECONDS = 0.5, 60.0
 _AT_A_TIME = 6
@@ -217,7 +219,7 @@ class Fuzzer:
         self._statuses: Counter[int] = Counter()
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of what was accepted, and refused
         self._stalls: list[float] = []
-        self._most_memory = 0
+        self._most_memory = self._most_kept = 0
         self._broken: list[str] = []
 
     def found(self) -> Found:
@@ -232,7 +234,8 @@ class Fuzzer:
             ("longest accepted, s", max(self._seconds[True], default=None)),
             ("standstills over 50 ms", len(self._stalls)),
             ("longest, s", max(self._stalls, default=None)),
-            ("most memory beyond idle, MiB", self._most_memory / (1 << 20)),
+            ("most memory for a batch, MiB", self._most_memory / (1 << 20)),
+            ("most kept between batches, MiB", self._most_kept / (1 << 20)),
         ]
         return Found([rows], self._broken)
 
@@ -240,6 +243,7 @@ class Fuzzer:
         if self._server.process.poll() is not None:
             return
         self._server.forget_peak()
+        before = max(self._server.resident_bytes, self._idle_bytes)
         asking = (_ask(self._server.port, strange) for strange in batch)
         answers = self._loop.run_until_complete(_gathered(asking))
         tokens = sum(answer.tokens for answer in answers)
@@ -249,10 +253,10 @@ class Fuzzer:
         if self._server.process.poll() is not None:
             self._offend(f"the server ended with {self._server.process.returncode}", whole)
             return
-        memory = self._server.peak_bytes - self._idle_bytes
-        self._most_memory = max(self._most_memory, memory)
-        if memory > _MEMORY_BYTES + _MEMORY_FACTOR * len(whole):
-            self._offend(f"{memory >> 20} MiB of memory for {len(whole):,} bytes", whole)
+        memory, kept = self._server.peak_bytes - before, before - self._idle_bytes
+        self._most_memory, self._most_kept = max(self._most_memory, memory), max(self._most_kept, kept)
+        if memory > _MEMORY_BYTES + _MEMORY_FACTOR * len(whole) or kept > _KEPT_BYTES:
+            self._offend(f"{memory >> 20} MiB for {len(whole):,} bytes, {kept >> 20} kept before", whole)
         for stall in self._server.ask("stalls"):
             self._stalls.append(stall["seconds"])
             what = f"a standstill of {stall['seconds']:.3f} s, {stall['cpu_seconds']:.3f} of it computing"

@@ -40,7 +40,7 @@ def gpu() -> Iterator[FakeGPU]:
     "name", [*sorted(driving.ONE_OF_EACH), *exhaustive(*sorted(BY_NAME.keys() - driving.ONE_OF_EACH))]
 )
 def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Load) -> None:
-    """Steps mix no devices and wait for none, but for towers whose code is not ours. The costs are those that
+    """Steps mix no devices, and wait for one only in towers whose code is not ours. The costs are those that
     `python -m tests.dry_run --write` has held."""
     model = loaded(name)
     with fake_gpu() as gpu:

@@ -130,7 +130,6 @@ async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -
     caller = Caller(engine)
     sink = _Sink(caller)
     scheduler: Any = engine._running.scheduler  # type: ignore[union-attr]
-    await until(lambda: engine.stats().steps_in_flight == 0)
     with held_steps(engine, after=2):
         asking = asyncio.create_task(_ask(caller, sink, MANY))
         await until(lambda: bool(sink.parts))
@@ -146,7 +145,6 @@ async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -
 async def test_lines_come_one_by_one_while_the_body_is_held(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     sink = _Sink(caller)
-    await until(lambda: engine.stats().steps_in_flight == 0)
     with held_steps(engine, after=2) as go_on:
         asking = asyncio.create_task(_ask(caller, sink, RERANK))
         await until(lambda: bool(sink.parts))  # before all is scored
