@@ -212,7 +212,9 @@ _UPGRADE, _NO_UPGRADE = re.compile(rb"\r\n(?i:upgrade):"), b"\r\nxpgrade:"
 # The parser may keep bytes behind 32 requests. Fewer than this are parsed for certain.
 _MANY_REQUESTS = 16
 # The lines around chunks may take a byte for so many of the body, beside a piece that is free.
-_BYTES_A_FRAME, _LAST_CHUNK = 2, b"\r\n0\r\n\r\n"
+_BYTES_A_FRAME = 2
+# At the end of a chunked body, behind its trailers where it has any.
+_END_OF_CHUNKS = b"\r\n\r\n"
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _RESET = Struct("ii").pack(1, 0)
 
@@ -286,7 +288,7 @@ class Connection(web.RequestHandler):
         for start in range(0, max(1, len(data)), PIECE):
             if not self._has_tiny_chunks:
                 self._parse(data[start : start + PIECE])
-        if self._has_tiny_chunks and data.endswith(_LAST_CHUNK):
+        if self._has_tiny_chunks and data.endswith(_END_OF_CHUNKS):
             self._refuse_chunks()
 
     def _parse(self, data: bytes) -> None:
