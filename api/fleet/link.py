@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -128,6 +128,19 @@ class _Waiting:
     reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+class Moved(NamedTuple):
+    """Bytes that a link has received, sent, and not sent yet."""
+
+    received: int
+    sent: int
+    unsent: int
+
+    def shows_life(self, earlier: "Moved") -> bool:
+        """Whether the peer has sent or read since. The system takes small messages for a peer that reads
+        nothing, so sent bytes count only if earlier ones were waiting."""
+        return self.received > earlier.received or (earlier.unsent > 0 and self.sent > earlier.sent)
+
+
 class Link:
     """A connection with many questions at a time. For one event loop. Both sides first send their version."""
 
@@ -200,9 +213,9 @@ class Link:
         self._num_written += LENGTH_BYTES + len(message)
 
     @property
-    def num_moved_bytes(self) -> int:
-        """Bytes received and sent: large questions take long to send."""
-        return self._num_received + self._num_written - self._writer.transport.get_write_buffer_size()
+    def moved(self) -> Moved:
+        unsent = self._writer.transport.get_write_buffer_size()
+        return Moved(self._num_received, self._num_written - unsent, unsent)
 
     async def _read(self) -> None:
         try:

@@ -342,9 +342,9 @@ class Roster:
         ping: asyncio.Task[None] | None = None
         ticks = 0
         while ticks < _SILENT_TICKS:
-            moved = link.num_moved_bytes
+            before = link.moved
             await asyncio.sleep(self._timeout / _SILENT_TICKS)
-            if link.num_moved_bytes > moved:
+            if link.moved.shows_life(before):
                 ticks = 0
             elif ping is None or ping.done():
                 ticks, ping = 0, self._in_background(_ping(link))
