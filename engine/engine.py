@@ -562,7 +562,8 @@ class Engine:
             pairs = ScoreRequest(
                 queries=as_texts(cast("Sequence[str]", texts), "queries"),
                 documents=as_texts(text_pairs, "documents"),
-                truncation=long_inputs,
+                # The rows of a pair's windows have no one score to be joined by.
+                truncation=replace(long_inputs, windows=False),
                 cache="bypass",
             )
             check_paired(pairs.queries, pairs.documents)

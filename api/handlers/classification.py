@@ -157,7 +157,9 @@ async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPa
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
-        truncation=tei_truncation(body.truncate, body.truncation_direction, state.config.long_documents),
+        truncation=tei_truncation(
+            body.truncate, body.truncation_direction, state.config.long_documents, may_window=False
+        ),
         use_activation=not body.raw_scores and apply is None,
         tenant=tenant,
     )

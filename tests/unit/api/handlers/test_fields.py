@@ -315,7 +315,7 @@ async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
 
 async def test_long_documents_of_the_server_hold_by_default(caller: Caller) -> None:
     for name in (*TRUNCATING, *TEI):
-        windowed = WINDOW_LONG if name in (*SCORING, "predict") else CUT_LONG
+        windowed = WINDOW_LONG if name in SCORING else CUT_LONG
         path, body, *_ = PLAIN[name]
         for setting, truncation in (("truncate", CUT_LONG), ("error", REFUSE), ("window", windowed)):
             one = Caller(caller.engine, long_documents=setting)
