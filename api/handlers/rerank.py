@@ -762,7 +762,7 @@ async def _rerank_in_stages(
         result = await models.cascade(
             *texts, plan, deadline=body.timeout, **{name: options[name] for name in _FOR_ALL_STAGES}
         )
-    best = [one for one in result.results if one.score >= _least_score(body)][: body.top_n]
+    best = [one for one in result.results if one.score >= _least_score(body)][: body.top_n or None]
     rankings = [stage.ranking for stage in result.stages]
     done = [StageDone(stage.model, stage.documents, round(stage.milliseconds, 3)) for stage in result.stages]
     with_text = body.return_documents is not False

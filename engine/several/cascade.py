@@ -9,7 +9,12 @@ from itertools import pairwise
 from typing import NamedTuple, TypedDict, cast
 
 from maxsimd.engine.engine import SCORE_DEFAULTS, Engine
-from maxsimd.engine.errors import InvalidRequestError, RequestTimeoutError, RequestTooLargeError
+from maxsimd.engine.errors import (
+    InvalidRequestError,
+    RequestFailedError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+)
 from maxsimd.engine.media import Content
 from maxsimd.engine.requests import (
     CacheMode,
@@ -146,10 +151,15 @@ def check_stages(stages: Sequence[Stage]) -> None:
             raise InvalidRequestError(f"keep must be at least 1, not {stage.keep}", f"stages[{i}].keep")
 
 
-def _of_stage(error: InvalidRequestError, stage: Stage, indexes: Sequence[int]) -> InvalidRequestError:
+def _of_stage(
+    error: InvalidRequestError | RequestFailedError, stage: Stage, indexes: Sequence[int]
+) -> InvalidRequestError | RequestFailedError:
     """The error with the indexes of the request's documents, and the model's name."""
     message = _DOCUMENT.sub(lambda found: f"documents[{indexes[int(found[1])]}]", str(error))
-    return InvalidRequestError(f"{message} (the model {stage.model!r} of the cascade)", error.param)
+    message = f"{message} (the model {stage.model!r} of the cascade)"
+    if isinstance(error, RequestFailedError):
+        return RequestFailedError(message)
+    return InvalidRequestError(message, error.param)
 
 
 class _Planned(NamedTuple):
@@ -215,7 +225,7 @@ async def run_cascade(
         except RequestTimeoutError:
             assert deadline is not None
             raise RequestTimeoutError.after(deadline) from None
-        except InvalidRequestError as error:
+        except (InvalidRequestError, RequestFailedError) as error:
             raise _of_stage(error, stage, indexes) from error
         milliseconds = 1000 * (time.perf_counter() - started)
         done.append(StageResult(stage.model, len(given), milliseconds, ranking))

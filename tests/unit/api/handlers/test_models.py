@@ -164,11 +164,11 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
 async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
     first = (await asking.json("/rerank", {**BODY, "model": "embed", "top_n": 3}))["results"]
     best = [document["index"] for document in first]
-    kept = {"query": "cat", "documents": [DOCUMENTS[i] for i in best], "model": "rerank"}
-    by_hand = await asking.json("/rerank", kept)
+    by_hand = await asking.json("/rerank", {**BODY, "documents": [DOCUMENTS[i] for i in best]})
     expected = [{**one, "index": best[one["index"]], "model": "rerank"} for one in by_hand["results"]]
-    for path, model in (("/rerank", None), ("/v2/rerank", None), ("/invocations", None), ("/", "rerank")):
-        found = await asking.json(path, {**BODY, "cascade": CASCADE, "model": model})
+    bodies: Any = {"/rerank": {"top_n": 0}, "/v2/rerank": {}, "/invocations": {}, "/": {"model": "rerank"}}
+    for path, added in bodies.items():
+        found = await asking.json(path, {**BODY, "cascade": CASCADE, **added})
         assert (found["results"], found["model"]) == (expected, "rerank")
         stages = [(stage["model"], stage["documents"]) for stage in found["stages"]]
         assert stages == [("embed", 6), ("rerank", 3)]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -67,14 +67,17 @@ async def test_each_scores_as_alone(
             assert alone._running._device.turn is None, "an engine by itself waits for no turn"
         assert (await both[name].score(query, documents)).scores == expected
     documents = [pair.document[:99] for pair in pairs[:20]][::-1]
-    query = pairs[0].query
-    plain = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")])
-    found = await both.rerank(
-        query, documents, [Stage("embed", keep=3), Stage("rerank")], normalize=True, use_activation=True
-    )
+    stages = [Stage("embed", keep=3), Stage("rerank")]
+    plain = await both.rerank(query, documents, stages)
+    found = await both.rerank(query, documents, stages, normalize=True, use_activation=True)
     assert {one.index for one in found.results} == {one.index for one in plain.results}
-    raw = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")], use_activation=False)
+    raw = await both.rerank(query, documents, stages, use_activation=False)
     assert [one.score for one in raw.results] != [one.score for one in plain.results]
+    failed = errors.RequestFailedError("documents[1]: the model failed on it")
+    index = plain.stages[0].ranking.results[1].index
+    named = pytest.raises(errors.RequestFailedError, match=rf"s\[{index}\]: .* it \(the model 'rerank' of ")
+    with patch.object(both["rerank"], "rerank", side_effect=failed), named:
+        await both.rerank(query, documents, stages)
 
 
 async def test_drops_finish_within_grace(both: Engines, reranker: EngineConfig, pairs: list[Pair]) -> None:
@@ -360,10 +363,7 @@ async def _run(turns: list[Turn], clock: Clock, longest: list[float], seconds: f
     """The seconds of each once the clock has come so far."""
     before = [turn.seconds for turn in turns]
     draw = random.Random(0)
-    models = [
-        asyncio.create_task(_model(turn, clock, draw, most))
-        for turn, most in zip(turns, longest, strict=True)
-    ]
+    models = [asyncio.create_task(_model(turns[i], clock, draw, longest[i])) for i in range(len(turns))]
     end = clock.now + seconds
     while clock.now < end:
         await asyncio.sleep(0)
