@@ -664,14 +664,21 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
 
 def wanted_vectors(state: ServerState, body: EmbeddingsRequest) -> Wanted:
     """Encodings are made of token vectors."""
-    return Wanted.VECTORS if body.encoding is None else Wanted.TOKEN_VECTORS
+    return wanted_by_task(None, body.encoding)
 
 
 _WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
 
 
 def wanted_pooling(state: ServerState, body: PoolingRequest) -> Wanted:
-    return _WANTED_OF_TASK.get(body.task or "", Wanted.VECTORS)
+    return wanted_by_task(body.task, body.encoding)
+
+
+def wanted_by_task(task: Any, encoding: Any) -> Wanted:
+    """The kind of result by two fields of /pooling, whose values may be wrong."""
+    if encoding is not None:
+        return Wanted.TOKEN_VECTORS
+    return _WANTED_OF_TASK.get(task, Wanted.VECTORS) if isinstance(task, str) else Wanted.VECTORS
 
 
 _TEXTS = {"input": DOCUMENTS}

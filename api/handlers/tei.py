@@ -33,6 +33,7 @@ from maxsimd.api.handlers.embeddings import (
     most_vectors,
     pooling,
     read_inputs_or_chat,
+    wanted_by_task,
 )
 from maxsimd.api.handlers.rerank import (
     PAIRED_FIELDS,
@@ -449,12 +450,14 @@ def _form_by_fields(state: ServerState, fields: Fields) -> Form:
     )
 
 
-def _wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
+def wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
     if "query" in fields:
         return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
     if PAIRED_FIELDS & fields.keys():
         return Wanted.RANKING
-    return Wanted.VECTORS
+    if "inputs" in fields:
+        return Wanted.VECTORS
+    return wanted_by_task(fields.get("task"), fields.get("encoding"))
 
 
 INVOCATION_ROUTES = (
@@ -464,7 +467,7 @@ INVOCATION_ROUTES = (
         lambda body, most: None,
         invocations,
         *(ScoreResponse, EmbeddingsResponse, PoolingResponse, ClassifyResponse, LabelsResponse, *_BY_KIND),
-        wanted=_wanted_by_fields,
+        wanted=wanted_by_fields,
         kinds=(
             *(RerankRequest, ScoreRequest, EmbeddingsRequest, PoolingRequest, ClassifyRequest),
             *(TeiVectorsRequest, PredictRequest),

@@ -14,8 +14,10 @@ import pytest_asyncio
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.handlers.embeddings import PoolingRequest, wanted_pooling
+from maxsimd.api.handlers.tei import wanted_by_fields
 from maxsimd.api.model_setup import Loadable, ModelSetup
-from maxsimd.api.models import SeveralModels
+from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig, Engines
 from tests.unit.calling_handlers import GOOD, Caller, error_of
@@ -139,7 +141,13 @@ async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> 
     reason = "the model `broken` is not served: there is no folder '/nowhere'; served here: `embed`, `rerank`"
     await asking.refused("/v1/embeddings", {"input": "a", "model": "broken"}, 503, says=reason)
     # Whether it classifies is not known, and no other does.
-    await asking.refused("/classify", {"input": "a"}, 503, says="may be for `broken`")
+    for path in ("/classify", "/pooling", "/invocations"):
+        await asking.refused(path, {"input": "a", "task": "classify"}, 503, says="may be for `broken`")
+    for more in ({"task": "token_embed"}, {"encoding": "muvera"}, {"encoding": "muvera", "task": "embed"}):
+        pooled: dict[str, Any] = {"input": "a", **more}
+        assert wanted_pooling(asking.state, PoolingRequest(**pooled)) == Wanted.TOKEN_VECTORS
+        assert wanted_by_fields(asking.state, pooled) == Wanted.TOKEN_VECTORS
+    await asking.refused("/invocations", {"input": "a", "task": ["embed"]}, 400, says="task")
 
 
 async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None:

@@ -244,13 +244,9 @@ async def test_what_is_too_long_is_refused_by_its_name(caller: Caller, engine: R
         ("/rerank", {"query": "a", "documents": ["b"]}, "model"),
         ("/v2/embed", {"texts": ["a"]}, "input_type"),
     ):
-        status, error = await caller.error(path, {**body, name: "x" * 4097})
-        assert (status, error["param"]) == (400, name)
-        assert "4096" in error["message"]
+        error = await caller.refused(path, {**body, name: "x" * 4097}, 400, name, "4096")
         assert "xx" not in error["message"]
-    answer = await Caller(engine, max_documents=3).error("/decode", {"ids": [[101]] * 4})
-    assert answer[0] == 413
-    assert "ids" in answer[1]["message"]
+    await Caller(engine, max_documents=3).refused("/decode", {"ids": [[101]] * 4}, 413, says="ids")
 
 
 async def test_inputs_become_tokens_with_their_characters(caller: Caller) -> None:
