@@ -19,7 +19,6 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -116,7 +115,7 @@ def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Rec
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         kind = kind or _ENDINGS.get(Path(path).suffix.lower()) or _guess(data)
         records = [*_READERS[kind](data, fields)]
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
         raise click.ClickException(f"{path} cannot be read: {error}") from error
     if not records:
         raise click.ClickException(f"there is no text in {path}")
@@ -144,15 +143,28 @@ def _json(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
         if line.strip():
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number} is no JSON: {error}") from None
             yield _record(value, fields, f"line {number}")
 
 
-def _table(data: bytes, fields: Sequence[str], separator: str = ",") -> Iterator[Record]:
+def _csv(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
+    return _table(_text(data), fields, delimiter=",", strict=True)
+
+
+def _tsv(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
+    """Quotes that do not enclose fields are part of the texts, as in MS MARCO's files."""
+    text = _text(data)
+    try:
+        return iter([*_table(text, fields, delimiter="\t", strict=True)])
+    except csv.Error:
+        return _table(text, fields, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _table(text: str, fields: Sequence[str], **form: Any) -> Iterator[Record]:
     """Rows under a heading."""
     csv.field_size_limit(sys.maxsize)
-    for number, row in enumerate(csv.DictReader(io.StringIO(_text(data)), delimiter=separator), 2):
+    for number, row in enumerate(csv.DictReader(io.StringIO(text), **form), 2):
         yield _record(row, fields, f"row {number}")
 
 
@@ -169,8 +181,8 @@ def _parquet(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
 _READERS: dict[str, Callable[[bytes, Sequence[str]], Iterator[Record]]] = {
     "lines": _lines,
     "jsonl": _json,
-    "csv": _table,
-    "tsv": partial(_table, separator="\t"),
+    "csv": _csv,
+    "tsv": _tsv,
     "parquet": _parquet,
 }
 

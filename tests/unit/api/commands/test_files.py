@@ -44,9 +44,8 @@ def test_files_of_all_kinds_hold_the_same_texts(tmp_path: Path) -> None:
         file = tmp_path / ("documents.txt" if kind == "lines" else f"documents.{kind}")
         file.write_bytes(_written(kind))
         records = read_records(str(file), None, ())
-        assert [record.text for record in records] == TEXTS
         ids = [None] * 4 if kind in ("lines", "json") else [f"d{i}" for i in range(4)]
-        assert [record.id for record in records] == ids
+        assert records == [Record(text, id_) for text, id_ in zip(TEXTS, ids, strict=True)]
         other = tmp_path / "documents.unknown"
         other.write_bytes(_written(kind))
         assert read_records(str(other), "jsonl" if kind == "json" else kind, ()) == records
@@ -63,23 +62,26 @@ def test_lines_end_where_lines_end_and_fields_join(tmp_path: Path, monkeypatch: 
     file.write_text('{"title": "T", "text": "x", "n": 1}', encoding="utf-8")
     assert read_records(str(file), None, ("title", "text")) == [Record("T x")]
     assert read_records(str(file), None, ()) == [Record("x")]
-    for data, expected in (
-        (b"one\ntwo", [Record("one"), Record("two")]),
-        (b' {"content": "one", "id": 7}\n', [Record("one", "7")]),
-        (b'["one", {"text": "two"}]', [Record("one"), Record("two")]),
+    for data, kind, expected in (
+        (b"one\ntwo", None, [Record("one"), Record("two")]),
+        (b' {"content": "one", "id": 7}\n', None, [Record("one", "7")]),
+        (b'["one", {"text": "two"}]', None, [Record("one"), Record("two")]),
+        (b'id\ttext\n2\t"open\n3\tt"t', "tsv", [Record('"open', "2"), Record('t"t', "3")]),
     ):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-        assert read_records("-", None, ()) == expected
+        assert read_records("-", kind, ()) == expected
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content, message in (
         ("a.jsonl", b'{"text": "a"}\n{', "line 2 is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "line 2 is no JSON: maximum recursion"),
         ("a.jsonl", b'{"x": "a"}', "line 1 has no text in text, content"),
         ("a.jsonl", b"7", "line 1 is no object with a text but int"),
         ("a.csv", b"x,y\n1,2\n", "row 2 has no text"),
         ("a.txt", b"\xff\xfe", "is not UTF-8"),
-        ("a.csv", b'text\n"a"\rb\n', "cannot be read"),
+        ("a.csv", b'id,text\n2,"open quote\n3,three\n', "cannot be read: unexpected end of data"),
+        ("a.jsonl", b"[" * 100_000, "cannot be read: maximum recursion"),
         ("a.txt", b" \n", "there is no text in"),
         ("a.parquet", b"PAR1", "cannot be read"),
         ("b.txt", None, "No such file"),
