@@ -26,26 +26,6 @@ def _answers(server: Server) -> bool:
         return False
 
 
-@pytest.mark.not_on_ray  # whose proxy answers 404 until the application is there
-def test_a_starting_server_says_so_and_then_serves(start_server: StartServer) -> None:
-    server = start_server(ready=False)
-    seen: set[tuple[int, str, int]] = set()
-
-    def is_ready() -> bool:
-        try:
-            health, ready = (httpx.get(server.url + path) for path in ("/health", "/ready"))
-        except httpx.TransportError:
-            return False
-        seen.add((health.status_code, health.json()["status"], ready.status_code))
-        return ready.status_code == 200
-
-    wait_for(is_ready, 120)
-    # It may have become ready between the two questions.
-    assert seen <= {(200, "starting", 503), (200, "starting", 200), (200, "ok", 200)}
-    card = httpx.get(server.url + "/v1/models").json()["data"][0]
-    assert (card["id"], card["max_model_len"]) == ("all-MiniLM-L6-v2", 256)
-
-
 @pytest.mark.not_on_ray  # where nobody answers until the model is loaded
 def test_a_server_that_is_loading_ends_at_once(start_server: StartServer) -> None:
     server = start_server(ready=False)

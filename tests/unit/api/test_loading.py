@@ -148,13 +148,18 @@ async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
         async with state.in_flight():
             await asyncio.sleep(60)
 
-    waiting = [asyncio.create_task(wait()) for _ in range(2)]
+    waiting = [asyncio.create_task(wait()) for _ in range(3)]
+    quiet = asyncio.create_task(state.until_quiet())
     await asyncio.sleep(0)
+    waiting[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting.pop(0)
+    assert not quiet.done(), "others are in flight"
     assert state.end_requests() == 2
     for task in waiting:
         with pytest.raises(EngineNotReadyError, match="shutting down"):
             await task
-    await asyncio.wait_for(state.until_quiet(), 120)
+    await asyncio.wait_for(quiet, 120)
     assert state.end_requests() == 0
     with pytest.raises(TimeoutError):
         async with state.in_flight():
