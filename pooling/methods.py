@@ -227,7 +227,9 @@ class MaxPool(_OneVectorPool, name="max-pooling", mode="max"):
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         rows, lengths = cursor.pooled_rows()
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        found = torch.full((len(lengths), hidden.shape[-1]), -torch.inf, device=hidden.device)
+        found = torch.full(
+            (len(lengths), hidden.shape[-1]), -torch.inf, device=hidden.device, dtype=torch.float32
+        )
         index = to_device(owner, hidden.device)[:, None].expand(-1, hidden.shape[-1])
         found.scatter_reduce_(0, index, take_rows(hidden, rows), "amax")
         finished = []
@@ -246,7 +248,7 @@ class MeanPool(_OneVectorPool, name="mean", mode="mean"):
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         rows, lengths = cursor.pooled_rows()
         owner = np.repeat(np.arange(len(lengths)), lengths)
-        sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
+        sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device, dtype=torch.float32)
         weighted = self._weighted(take_rows(hidden, rows), rows, owner, cursor)
         sums.index_add_(0, to_device(owner, hidden.device), weighted)
         finished, totals = [], []
@@ -354,13 +356,17 @@ class PassageMeanPool(PoolingMethod):
                 self._keep(chunk, (passages, here.clone()))
                 continue
             spans = _passages(chunk)
-            whole = torch.zeros(len(spans), hidden.shape[-1], device=hidden.device)
+            whole = torch.zeros(len(spans), hidden.shape[-1], device=hidden.device, dtype=torch.float32)
             for indices, part in [*self._earlier(chunk), (passages, here)]:
                 whole.index_add_(0, to_device(indices, hidden.device), part)
             num_tokens = (spans[:, 1] - spans[:, 0]).astype(np.float32)
             finished.append(whole / to_device(num_tokens, hidden.device)[:, None])
             counts.append(len(spans))
-        means = torch.cat(finished) if finished else torch.zeros(0, hidden.shape[-1], device=hidden.device)
+        means = (
+            torch.cat(finished)
+            if finished
+            else torch.zeros(0, hidden.shape[-1], device=hidden.device, dtype=torch.float32)
+        )
         return Ragged.from_lengths(self.head(means), counts)
 
 
@@ -393,7 +399,7 @@ def _summed(
     offsets = offsets_of(lengths)
     members = rows[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])]
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
+    sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device, dtype=torch.float32)
     # Passages may overlap. At most as many rows as the step has are copied at a time.
     most = max(len(hidden), TILE)
     for first in range(0, len(members), most):

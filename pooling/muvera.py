@@ -194,7 +194,8 @@ class Muvera:
             # Numbered through the regions of all items.
             regions = owner * 2**self.k_sim + (bits * values).sum(dim=1)  # [T]
             projected = rows if drawn.projections is None else rows @ drawn.projections[i]  # [T, d_proj]
-            made = torch.zeros(count * 2**self.k_sim, projected.shape[1]).index_add_(0, regions, projected)
+            made = projected.new_zeros(count * 2**self.k_sim, projected.shape[1])
+            made.index_add_(0, regions, projected)
             if is_document:
                 self._average(made, regions, projected, lengths)
             blocks.append(made.view(count, -1))
@@ -212,7 +213,7 @@ class Muvera:
         empty = torch.nonzero((counts == 0) & (nearest < len(regions)))[:, 0]
         made[empty] = projected[nearest[empty]]
         if self.full_length:
-            wanted = torch.zeros(len(made)).index_add_(0, regions, lengths) / counts.clamp(min=1)
+            wanted = lengths.new_zeros(len(made)).index_add_(0, regions, lengths) / counts.clamp(min=1)
             wanted[empty] = lengths[nearest[empty]]
             made *= (wanted / made.norm(dim=1).clamp(min=_SHORTEST))[:, None]
 
@@ -244,7 +245,9 @@ class _Drawn:
         """Vectors [n, whole] shortened to [n, length]."""
         assert self.target is not None
         assert self.sign is not None
-        return torch.zeros(len(vectors), length).index_add_(1, self.target, vectors * self.sign)
+        return torch.zeros(len(vectors), length, dtype=torch.float32).index_add_(
+            1, self.target, vectors * self.sign
+        )
 
 
 @lru_cache(maxsize=4)
@@ -270,7 +273,7 @@ def _across(vectors: NDArray[Any]) -> tuple[torch.Tensor, ...]:
 def _rows(given: Vectors, dim: int) -> torch.Tensor:
     """The rows of a matrix in float32."""
     if given.values.ndim == 2 and given.values.shape == (0, dim):
-        return torch.zeros(0, dim)
+        return torch.zeros(0, dim, dtype=torch.float32)
     try:
         rows, scales = given.as_rows(dim)
     except ValueError as error:

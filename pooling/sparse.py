@@ -209,7 +209,7 @@ def entries_of(weights: torch.Tensor, most: int | None = None) -> Ragged:
 
 def dense_of(item: torch.Tensor, num_words: int) -> torch.Tensor:
     """An item [entries, 2] as the weights of all words, [num_words]."""
-    weights = torch.zeros(num_words, device=item.device)
+    weights = torch.zeros(num_words, device=item.device, dtype=torch.float32)
     return weights.index_put((item[:, 0].long(),), item[:, 1])
 
 
@@ -295,7 +295,7 @@ class HybridPool(_WholeSequences, name="hybrid"):
         starts = to_device(offsets_of(lengths)[:-1], rows.device)
         vectors[starts] = head.whole(rows[starts])
         heaviest = heaviest_of(sequences, made[:, -1], head.weightless)
-        weights = torch.zeros(len(rows), device=rows.device)
+        weights = torch.zeros(len(rows), device=rows.device, dtype=torch.float32)
         weights[to_device(heaviest.rows, rows.device)] = heaviest.weights
         ids = np.concatenate([*(sequence.tokens.ids for sequence in sequences), np.empty(0, dtype=np.int32)])
         numbers = torch.stack([to_device(ids.astype(np.float32), rows.device), weights], dim=1)
@@ -342,7 +342,9 @@ def heaviest_of(
         none = np.empty(0, dtype=np.int64)
         return Heaviest(none, none, weights[:0], none)
     owner = to_device(np.concatenate(inverse), weights.device)
-    greatest = torch.zeros(num_entries, device=weights.device).scatter_reduce(0, owner, weights, "amax")
+    greatest = torch.zeros(num_entries, device=weights.device, dtype=torch.float32).scatter_reduce(
+        0, owner, weights, "amax"
+    )
     all_ids = np.concatenate(ids)
     weighing = np.flatnonzero(~np.isin(all_ids, weightless))
     return Heaviest(

@@ -63,7 +63,7 @@ class Vectors:
                 raise ValueError(f"is of {_name(rows.dtype)} and has scales; leave them out")
             return None
         if self.scales is None:
-            return torch.ones(len(rows))
+            return torch.ones(len(rows), dtype=torch.float32)
         scales = _as_tensor(self.scales).to(torch.float32).reshape(-1)
         if len(scales) != len(rows):
             raise ValueError(f"has {len(scales)} scales for {len(rows)} vectors; give one per vector")

@@ -371,7 +371,10 @@ class ScoringActor(Actor[ScoringMessage]):
         outputs = [*scored.outputs]
         for pooled in message.pooled:
             outputs += self._plain_items(pooled)
-        flat = torch.cat([output.items.values.reshape(-1).float() for output in outputs] or [torch.empty(0)])
+        flat = torch.cat(
+            [output.items.values.reshape(-1).float() for output in outputs]
+            or [torch.empty(0, dtype=torch.float32)]
+        )
         host = to_host(flat)
         return StepOutcome(
             tuple(outputs),

@@ -75,7 +75,7 @@ class CachedEmbedding:
         if _checksum(key, header, payload) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
             return None
         if rows == 0:
-            none = torch.zeros(0, dim, dtype=dtype), torch.zeros(0) if scaled else None
+            none = torch.zeros(0, dim, dtype=dtype), torch.zeros(0, dtype=torch.float32) if scaled else None
             return cls(*none, tokens, bool(truncated), key)
         whole = bytearray(payload)  # torch wants memory that it may write to
         values = torch.frombuffer(whole, dtype=dtype, count=rows * dim).view(rows, dim)

@@ -301,7 +301,7 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
         device = next(backbone.parameters()).device
         with torch.inference_mode():
             hidden = model.config.get_text_config().hidden_size
-            self.num_words = self.forward(torch.zeros(1, hidden, device=device)).shape[1]
+            self.num_words = self.forward(torch.zeros(1, hidden, device=device, dtype=torch.float32)).shape[1]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self._rows.rows = rows[:, None, :]  # [n, 1, hidden]

@@ -168,7 +168,9 @@ class ClassifierHead:
             ids = torch.tensor([[self._token_id, self._token_id, self.pad_id]], device=device)
             # OPT's states may be narrower.
             hidden = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
-            rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(device)
+            rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+                device
+            )
             return torch.allclose(self._logits(ids, rows[None]), self._by_model(rows)[1:2], atol=1e-5)
         except Exception:  # the family's classifier takes something else, or its states have no one width
             return False
@@ -201,7 +203,9 @@ class ClassifierHead:
         if not weights or weights[0].device.type != "cpu" or self.model.training:
             return False
         hidden = self.model.config.get_text_config().hidden_size
-        rows = torch.randn(_TRIED_ROWS, hidden, generator=torch.Generator().manual_seed(0))
+        rows = torch.randn(
+            _TRIED_ROWS, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        )
         try:
             with torch.inference_mode():
                 return torch.equal(self._in_short(rows), self._by_model(rows))

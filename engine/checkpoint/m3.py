@@ -284,7 +284,7 @@ class _HybridReference(StatesReference):
         made: torch.Tensor = self._head(hidden).clone()
         made[:1, :-1] = self._head.whole(hidden[:1])
         ids = sequence.tokens.ids.tolist()
-        weights = torch.zeros(len(ids), device=made.device)
+        weights = torch.zeros(len(ids), device=made.device, dtype=torch.float32)
         for token in set(ids) - set(self._head.weightless.tolist()):
             at = [i for i, each in enumerate(ids) if each == token]
             weights[at[0]] = made[at, -1].max()

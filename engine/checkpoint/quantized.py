@@ -225,7 +225,7 @@ def _layer(parts: dict[str, torch.Tensor], stored: Format) -> torch.Tensor:
     if stored.packed:
         weight, shift = _unpacked(parts, shift, stored.bits)
     else:
-        weight = parts.get("weight", torch.empty(0))
+        weight = parts.get("weight", torch.empty(0, dtype=torch.float32))
         if weight.dtype not in _STORED_AS or weight.ndim != 2:
             raise ModelLoadError(f"is {weight.dtype} {list(weight.shape)}, which has no scales")
     columns = parts.get("weight_g_idx")

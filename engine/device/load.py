@@ -36,6 +36,7 @@ from maxsimd.engine.execution.devices import (
     dtype_name,
     lacks_bfloat16,
     one_thread,
+    process_threads,
     step_tokens,
     use_device,
 )
@@ -328,15 +329,14 @@ def prepare_thread(device: torch.device, threads: int | None) -> None:
 
 def _choose_threads(threads: int | None) -> None:
     """Sets torch's number of threads: as configured, here or in OMP_NUM_THREADS (which torch reads), else at
-    most the cores of this process. torch would count all cores of the machine."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        cores = usable_cores()
-        if cores.threads < torch.get_num_threads():
-            torch.set_num_threads(cores.threads)
-            quota = "no quota" if cores.quota is None else f"a quota of {cores.quota:g}"
-            log.debug("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
+    most the cores of this process. torch would count all cores of the machine. Once it is set, the thread
+    keeps it, whatever loads set in other threads."""
+    usual, cores = process_threads(), usable_cores()
+    if threads is None and "OMP_NUM_THREADS" not in os.environ and cores.threads < usual:
+        usual = cores.threads
+        quota = "no quota" if cores.quota is None else f"a quota of {cores.quota:g}"
+        log.debug("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
+    torch.set_num_threads(threads or usual)
 
 
 def prepare(

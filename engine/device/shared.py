@@ -63,12 +63,7 @@ class SharedDevice:
         self.is_lost = False
         self.seats: set[Seat] = set()
         # Before anything else that runs there.
-        self.thread.loop.call_soon_threadsafe(self._prepare_thread)
-
-    def _prepare_thread(self) -> None:
-        prepare_thread(self.device, self.threads)
-        # From now on this thread keeps its number, whatever loads set in other threads.
-        torch.set_num_threads(torch.get_num_threads())
+        self.thread.loop.call_soon_threadsafe(prepare_thread, device, threads)
 
     def seat(self, weight: float, threads: int | None) -> "Seat":
         """A seat for one more engine. Raises ModelLoadError if its number of threads differs."""

@@ -69,7 +69,7 @@ def _refusal(name: str, reason: str) -> ModelLoadError:
 def _usage_error(device: torch.device) -> str | None:
     """None if a device adds two numbers, else its error."""
     try:
-        found = (torch.full((2,), 1.0, device=device) + 1.0).cpu().tolist()
+        found = (torch.full((2,), 1.0, device=device, dtype=torch.float32) + 1.0).cpu().tolist()
     except Exception as error:  # each kind of device has errors of its own
         return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
     return None if found == [2.0, 2.0] else f"1 and 1 are {found[0]} there"
@@ -163,6 +163,13 @@ def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dic
     return {name: statistics.median(found) for name, found in taken.items()}
 
 
+@functools.cache
+def process_threads() -> int:
+    """torch's number of threads for this process, as it was before engines set it: whoever sets it for one
+    thread sets it for all threads that start later."""
+    return torch.get_num_threads()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Lets torch and our kernels compute on the calling thread alone: for short sequences more threads cost
@@ -252,9 +259,10 @@ def tokens_that_fit(free: int, bytes_a_token: int) -> int:
 
 
 def bytes_a_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of a token in the widest part of a layer: twice the feed-forward's width, and the layer's input,
-    queries, keys, values and output; and its float32 row for pooling."""
+    """Bytes of a token in the widest part of the widest layer: twice the feed-forward's width, and the
+    layer's input, queries, keys, values and output; and its float32 row for pooling."""
     text = config.get_text_config()
     hidden = int(getattr(text, "hidden_size", 1024))
-    inner = int(getattr(text, "intermediate_size", 4 * hidden) or 4 * hidden)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list | tuple) else int(inner)  # Gemma3n has one for each layer
     return (6 * hidden + 2 * inner) * dtype.itemsize + 4 * hidden

@@ -68,7 +68,9 @@ class TorchProduct:
     """Rounding, scaling and norm in plain torch around a product of integers."""
 
     def __init__(self, weights: RoundedWeights) -> None:
-        self._bias = torch.zeros(len(weights.scales)) if weights.bias is None else weights.bias
+        self._bias = (
+            torch.zeros(len(weights.scales), dtype=torch.float32) if weights.bias is None else weights.bias
+        )
 
     def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
         """The products of bytes [n, inputs] with the columns, times the columns' scales: float32."""
@@ -210,9 +212,9 @@ def is_right(path: Path) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         for rows, inputs, columns in ((1, 70, 33), (37, 256, 64)):
-            x = torch.randn(rows, inputs, generator=generator)
-            weight = torch.randn(columns, inputs, generator=generator)
-            bias = torch.randn(columns, generator=generator)
+            x = torch.randn(rows, inputs, generator=generator, dtype=torch.float32)
+            weight = torch.randn(columns, inputs, generator=generator, dtype=torch.float32)
+            bias = torch.randn(columns, generator=generator, dtype=torch.float32)
             largest = torch.full_like(weight, 1.0) * torch.where(bias > 0, 1.0, -1.0)[:, None]
             ones = torch.ones_like(x)
             for values, layer in ((x, weight), (x.abs() + 1, largest), (ones, largest), (-ones, largest)):
@@ -236,8 +238,8 @@ def _agree(product: Product, rounded: RoundedWeights, values: torch.Tensor) -> b
 @torch.inference_mode()
 def _milliseconds(paths: Mapping[str, Path]) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator)
-    weight = torch.randn(_TIMED_SIDE, _TIMED_SIDE, generator=generator)
+    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator, dtype=torch.float32)
+    weight = torch.randn(_TIMED_SIDE, _TIMED_SIDE, generator=generator, dtype=torch.float32)
     products = {name: path.make(round_weights(weight, None, path.most)) for name, path in paths.items()}
     runs = {name: functools.partial(product.linear, x, False) for name, product in products.items()}
     return milliseconds_in_turns(runs | {_FLOAT32: functools.partial(torch.nn.functional.linear, x, weight)})

@@ -436,7 +436,7 @@ def is_right_method(method: Method, dtype: torch.dtype) -> bool:
     try:
         for rows, inputs, columns, gelu in ((1, 70, 33, False), (37, 256, 64, True)):
             layer = _random_layer(inputs, columns, dtype, generator)
-            x = torch.randn(rows, inputs, generator=generator).to(dtype)
+            x = torch.randn(rows, inputs, generator=generator, dtype=torch.float32).to(dtype)
             expected = nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
             expected = nn.functional.gelu(expected) if gelu else expected
             found = x if method.make is None else method.make(layer, gelu)(x)
@@ -457,7 +457,7 @@ def replace_by_method(module: nn.Module, method: Method) -> int:
 def _random_layer(inputs: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Linear:
     layer = nn.Linear(inputs, columns, dtype=dtype)
     for parameter in layer.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
     return layer
 
 
@@ -465,7 +465,7 @@ def _random_layer(inputs: int, columns: int, dtype: torch.dtype, generator: torc
 def _milliseconds(methods: list[Method], dtype: torch.dtype) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     layer = _random_layer(_TIMED_SIDE, _TIMED_SIDE, dtype, generator)
-    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator).to(dtype)
+    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator, dtype=torch.float32).to(dtype)
     layers: Mapping[str, nn.Module] = {
         method.name: layer if method.make is None else method.make(layer, False) for method in methods
     }

@@ -86,7 +86,7 @@ class PairClassificationProcessor(Processor[ScoreRequest, ClassificationPlan]):
 def keeps_order(activation: Head) -> bool:
     """Whether a larger logit never has a smaller score, apart from rounding. Tried on numbers: a
     checkpoint may name any function."""
-    scores = activation(torch.linspace(-40, 40, 641)[:, None])  # [641, 1]
+    scores = activation(torch.linspace(-40, 40, 641, dtype=torch.float32)[:, None])  # [641, 1]
     return bool((scores.diff(dim=0) >= -1e-6).all())
 
 

@@ -24,7 +24,9 @@ def maxsim_reference(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64
 
     Source: Khattab & Zaharia, ColBERT (SIGIR 2020), equation 3. `queries.values` is [Tq, dim],
     `documents.values` [Td, dim], `pairs` [n, 2] query and document index. Returns float32 [n]."""
-    scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
+    scores = torch.full(
+        (len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device, dtype=torch.float32
+    )
     for i, (query, document) in enumerate(pairs):
         similarity = queries[query].float() @ documents[document].float().T  # [Lq, Ld]
         if similarity.shape[1]:
@@ -50,7 +52,9 @@ Indices = NDArray[np.int64]
 def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Tensor:
     """Multiplies tiles of documents that stay in cache, with sums in float32, by torch. On a CPU, NumPy takes
     the maxima."""
-    scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
+    scores = torch.full(
+        (len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device, dtype=torch.float32
+    )
     lengths = np.diff(documents.offsets)
     of_query, of_document = pairs[:, 0], pairs[:, 1]
     there = np.flatnonzero(lengths[of_document])
@@ -70,7 +74,7 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Indices) -
     blocks = -(-lengths // BLOCK)  # of each document
     offsets, block_offsets = offsets_of(lengths), offsets_of(blocks)
     filled = to_device(_filled_rows(lengths, blocks, offsets), tokens.device)
-    best_of_block = torch.empty(int(block_offsets[-1]), len(query), device=tokens.device)
+    best_of_block = torch.empty(int(block_offsets[-1]), len(query), device=tokens.device, dtype=torch.float32)
     if len(query) == 0:
         return best_of_block[: len(lengths)]
     transposed = query.T.contiguous()
@@ -88,7 +92,7 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Indices) -
 def maxima_by_torch(rows: torch.Tensor, counts: Indices) -> torch.Tensor:
     """Returns maxima over consecutive rows, `counts[i]` of them for item i: float32 [items, columns]."""
     owner = to_device(np.repeat(np.arange(len(counts)), counts), rows.device)
-    best = torch.full((len(counts), rows.shape[1]), float("-inf"), device=rows.device)
+    best = torch.full((len(counts), rows.shape[1]), float("-inf"), device=rows.device, dtype=torch.float32)
     return best.scatter_reduce_(0, owner[:, None].expand_as(rows), rows, "amax")
 
 

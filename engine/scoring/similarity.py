@@ -101,7 +101,7 @@ def sparse_dot_reference(
         dense_of(queries[query], num_words).double() @ dense_of(documents[document], num_words).double()
         for query, document in pairs.tolist()
     ]
-    return torch.stack(scores).float() if scores else torch.zeros(0)
+    return torch.stack(scores).float() if scores else torch.zeros(0, dtype=torch.float32)
 
 
 # Similarities of items with a row a token.
@@ -163,7 +163,7 @@ class Hybrid:
         parts = self.parts(queries, documents, pairs)
         return sum(
             (part * (weight / sum(self.weights)) for part, weight in zip(parts, self.weights, strict=True)),
-            torch.zeros(len(pairs), device=documents.values.device),
+            torch.zeros(len(pairs), device=documents.values.device, dtype=torch.float32),
         )
 
     def parts(
@@ -211,7 +211,7 @@ def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Seque
     each = []
     first = 0
     for window in document.split(list(window_rows)):
-        best = torch.zeros(len(query), 2, device=query.device)
+        best = torch.zeros(len(query), 2, device=query.device, dtype=torch.float32)
         if len(window):
             columns = window.float().T
             for tile in range(0, len(query), at_once := max(1, _AT_ONCE // len(window))):

@@ -1,5 +1,6 @@
 """The layout: few folders, imports that go one way, and a front door that loads little."""
 
+import ast
 import json
 import re
 import subprocess
@@ -40,6 +41,20 @@ def test_the_package_has_its_folders_and_import_paths() -> None:
         assert found is not None, module
         assert found.origin is not None, module
         assert re.search(rf"\b{name}\b", Path(found.origin).read_text(encoding="utf-8")), f"{module}.{name}"
+
+
+def test_new_tensors_name_their_precision() -> None:
+    """While transformers creates a model, torch's default precision is the model's, for all threads."""
+    made = re.compile(r"torch\.(zeros|ones|empty|rand|randn|linspace|eye|full)")
+    for path in [path for room in ("engine", "pooling") for path in (ROOT / room).rglob("*.py")]:
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(call, ast.Call)
+                and made.fullmatch(ast.unparse(call.func))
+                and path.parent.name != "models"
+            ):
+                of_integers = re.search(r"full\(.*(_id|_start|_NOWHERE)\b", ast.unparse(call))
+                assert of_integers or any(each.arg == "dtype" for each in call.keywords), (path, call.lineno)
 
 
 def test_imports_and_the_command_line_load_no_torch() -> None:

@@ -180,7 +180,7 @@ def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
     heads, kv_heads, head_dim, window = head_shape(model)
     random = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(n, _ROWS, head_dim, generator=random).to(dtype).float()
+        torch.randn(n, _ROWS, head_dim, generator=random, dtype=torch.float32).to(dtype).float()
         for n in (heads, kv_heads, kv_heads)
     )
     return QKV(query, key, value, head_dim**-0.5, window)

@@ -195,7 +195,7 @@ class RecordedAttention:
 def random_like(shape: torch.Size | tuple[int, ...], like: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """Normally distributed numbers with the dtype and device of `like`."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=random).to(like.device, like.dtype)
+    return torch.randn(shape, generator=random, dtype=torch.float32).to(like.device, like.dtype)
 
 
 @torch.inference_mode()

@@ -381,7 +381,7 @@ def _activation_name(module: nn.Module | None) -> Any:
     """The kernel's name for an activation, by comparing outputs; None if it has none."""
     if module is None:
         return "silu"
-    x = torch.linspace(-8, 8, 1001)
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float32)
     with torch.inference_mode():
         found = module(x)
     # GELU and its approximation differ by 5e-4.

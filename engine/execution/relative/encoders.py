@@ -46,7 +46,9 @@ class PackedDebertaV2(PackedEncoder):
         self, backbone: nn.Module, arguments: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Adds a mask, without which the backbone would wait for the device to look for padding."""
-        everything = torch.ones(options["input_ids"].shape, device=options["input_ids"].device)
+        everything = torch.ones(
+            options["input_ids"].shape, device=options["input_ids"].device, dtype=torch.float32
+        )
         return super().take_attention(backbone, arguments, {**options, "attention_mask": everything})
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> BaseModelOutput:

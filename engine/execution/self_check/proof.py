@@ -117,7 +117,7 @@ def free_images(runner: ModelRunner, sequences: Sequence[TokenSequence]) -> None
 def _with_rounding_noise(hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states [rows, hidden] with random noise of the size of float32 rounding."""
     random = torch.Generator().manual_seed(0)
-    noise = torch.randn(hidden.shape, generator=random).to(hidden.device, hidden.dtype)
+    noise = torch.randn(hidden.shape, generator=random, dtype=torch.float32).to(hidden.device, hidden.dtype)
     return hidden + noise * (_ROUNDING * hidden.abs().amax(dim=-1, keepdim=True))
 
 

@@ -86,7 +86,7 @@ def pack(
     filled = torch.nn.functional.pad(weight, (0, -inputs % _OCTET, 0, more))
     words = kernel.words(filled.unflatten(1, (-1, _OCTET)).contiguous())
     packed = words.unflatten(0, (-1, kernel.lanes)).transpose(1, 2).contiguous()
-    bias = torch.zeros(columns) if bias is None else bias.float()
+    bias = torch.zeros(columns, dtype=torch.float32) if bias is None else bias.float()
     scales, bias = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
     return Int8Weights(kernel, packed, scales, bias, inputs, columns)
 
@@ -137,7 +137,7 @@ def _linear(x: torch.Tensor, weights: Int8Weights, gelu: bool, norm: _Norm | Non
     if function is None:
         raise RuntimeError(f"the compiled kernel for {weights.kernel.title} is not available on this machine")
     rows = _as_rows(x, weights.inputs)
-    out = torch.empty(len(rows), weights.columns)
+    out = torch.empty(len(rows), weights.columns, dtype=torch.float32)
     layer = _Layer(
         rows.data_ptr(), rows.stride(0), len(rows), weights.inputs,
         weights.packed.data_ptr(), weights.scales.data_ptr(), weights.bias.data_ptr(),

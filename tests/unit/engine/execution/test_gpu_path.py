@@ -3,14 +3,14 @@
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import BertConfig
+from transformers import BertConfig, Gemma3nTextConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.actors.runner import Arrivals, record_arrival
@@ -210,6 +210,8 @@ def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     config = BertConfig(hidden_size=1024, intermediate_size=4096)
     of_a_token = devices.bytes_a_token(config, torch.bfloat16)
     assert of_a_token == (6 * 1024 + 2 * 4096) * 2 + 4 * 1024
+    widths = Gemma3nTextConfig(hidden_size=1024, intermediate_size=[512, 4096], num_hidden_layers=2)
+    assert devices.bytes_a_token(widths, torch.bfloat16) == of_a_token
     assert devices.tokens_that_fit(100 * gib, of_a_token) == 16_384
     # 32 KiB a token, of half of 256 MiB.
     assert devices.tokens_that_fit(gib // 4, of_a_token) == 4_096
@@ -402,6 +404,21 @@ def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
     assert found == {0: 0, 1: 1}
     prepare_thread(torch.device("cuda"), None)
     assert torch.cuda.current_device() == 0
+
+
+def test_a_load_does_not_lower_the_threads_of_others() -> None:
+    found: list[int] = []
+
+    def prepare() -> None:
+        prepare_thread(torch.device("cpu"), None)
+        found.append(torch.get_num_threads())
+
+    for other in (nullcontext(), devices.one_thread()):
+        with other:
+            thread = threading.Thread(target=prepare)
+            thread.start()
+            thread.join()
+    assert found[0] == found[1]
 
 
 # CUDA graphs
