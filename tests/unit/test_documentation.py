@@ -169,7 +169,7 @@ def test_each_block_of_the_pages_on_clients_is_an_example() -> None:
 def test_examples_of_clients_use_the_base_urls_of_the_table() -> None:
     text = clients.PAGE.read_text(encoding="utf-8")
     table = text.split("\n## Base URLs\n")[1].split("\n## ")[0]
-    pattern = r"^\| \[.+?\]\(#([\w-]+)\).*?\| .*? \| .*? \| (.+?) \| .+ \|$"
+    pattern = r"^\| \[.+?\]\(#([\w-]+)\).*?\| .*? \| (.+?) \| .+ \|$"
     rows = re.findall(pattern, table, re.MULTILINE)  # the anchor that a row links to, and its URL
     assert len(rows) == table.count("\n| [")
     parts = re.split(r"^#{2,3} (.+)$", text, flags=re.MULTILINE)

@@ -218,10 +218,10 @@ def test_apart_the_bits_are_those_end_to_end(problem: tuple[Ragged, list[Ragged]
     scores = maxsim_apart_avx512(queries, rows_of(documents), pairs)
     assert torch.equal(scores, maxsim_avx512(queries, joined, pairs))
     exact = [queries.decoded(torch.float32), joined.decoded(torch.float32)]
-    # Odd dimensions run in torch, which rounds each product to a bfloat16: by at most 1/512 of its size.
+    # Odd dimensions run in torch, which rounds each product to a bfloat16: by at most 1/256 of its size.
     sizes = maxsim_reference(*(Ragged(each.values.abs(), each.offsets) for each in exact), pairs)
     expected = maxsim_reference(*exact, pairs)
-    assert ((scores == expected) | ((scores - expected).abs() <= sizes / 500)).all()
+    assert ((scores == expected) | ((scores - expected).abs() <= sizes / 250)).all()
 
 
 @needs_the_kernel
