@@ -464,6 +464,14 @@ class Scheduler:
                 self._passed_over = request
             self._shares.hide(request)
             misses += 1
+        if misses == _MAX_MISSES:
+            self._serve_holders(builder)
+
+    def _serve_holders(self, builder: StepBuilder) -> None:
+        """Serves the requests that pictures of others wait for. They may rank behind all that were tried."""
+        for request in self._features.holders():
+            while request.work and builder.room > 0 and self._give(request, builder):
+                pass
 
     def _serve_small(self, builder: StepBuilder) -> None:
         misses = 0

@@ -347,6 +347,10 @@ class HeldFeatures:
     def number(self) -> int:
         return sum(request.features for request in self._requests.values())
 
+    def holders(self) -> list[WaitingRequest]:
+        """The requests that hold features, and the one that they are kept free for."""
+        return [*self._requests.values(), *([] if self._reserved is None else [self._reserved])]
+
     def take(
         self, request: WaitingRequest, room: int | None, oldest: WaitingRequest | None
     ) -> ImageJob | None:

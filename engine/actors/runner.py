@@ -124,7 +124,12 @@ class RunnerActor(Actor[RunnerMessage]):
     async def _run_stages(self, message: Step) -> None:
         self.cut_sequences.note(message)
         self._started = time.perf_counter()
-        *stages, last = [part for stage in message.stages() for part in self._suspects.isolate(stage)]
+        stages = [part for stage in message.stages() for part in self._suspects.isolate(stage)]
+        if not stages:  # a fault of the scheduler, which must not end the engine
+            log.error("step %d has no parts", message.step_id)
+            self._scheduler.post(StepReport(message.step_id, 0))
+            return
+        *stages, last = stages
         for stage in stages:
             await self._run(stage)
         if not last.images:

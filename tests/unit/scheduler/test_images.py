@@ -80,12 +80,18 @@ def _features(sequence: TokenSequence) -> int:
     return sum(len(image.positions) for image in sequence.tokens.images)
 
 
+def admit(scheduler: Scheduler, documents: list[list[Picture]], request_id: int = 0, words: int = 3) -> int:
+    """Admits a request, and returns the number of its sequences."""
+    sequences, images = pages(request_id, 1_000 * request_id, documents, query_length=5, words=words)
+    scheduler.admit(request_id, sequences, images=images)
+    return len(sequences)
+
+
 def steps_of(
     documents: list[list[Picture]], *, chunked: bool = False, words: int = 3, **options: Any
 ) -> list[Step]:
     scheduler = Scheduler(StepLimits(100, 100, chunked, **options))
-    sequences, images = pages(0, 0, documents, query_length=5, words=words)
-    scheduler.admit(0, sequences, images=images)
+    admit(scheduler, documents, words=words)
     return run_dry(scheduler)
 
 
@@ -99,8 +105,7 @@ def test_pictures_wait_for_features_and_make_few_steps() -> None:
         assert [len(step.images) for step in steps if step.images] == expected
         assert sum(len(step.chunks) for step in steps) == number + 1
     scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
-    sequences, images = pages(0, 0, [[(50, 10)]] * 3, query_length=5)
-    scheduler.admit(0, sequences, images=images)
+    admit(scheduler, [[(50, 10)]] * 3)
     scheduler.schedule()
     assert scheduler.held_features == 10
     scheduler.cancel(0)
@@ -111,12 +116,9 @@ def test_pictures_wait_for_features_and_make_few_steps() -> None:
 def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     """New ones are smaller: without a reservation, they would hold all features for ever."""
     scheduler = Scheduler(StepLimits(2048, 512, chunked=False))
-    sequences, images = pages(0, 0, [[(215, 1024)]] * 50, query_length=20)
-    scheduler.admit(0, sequences, images=images)
-    left = len(sequences)
+    left = admit(scheduler, [[(215, 1024)]] * 50)
     for number in range(1, 300):
-        sequences, images = pages(number, 1_000 * number, [[(215, 1024)]], query_length=20)
-        scheduler.admit(number, sequences, images=images)
+        admit(scheduler, [[(215, 1024)]], number)
         step = scheduler.schedule()
         assert step is not None
         left -= sum(chunk.sequence.request_id == 0 for chunk in step.chunks if chunk.is_last)
@@ -125,10 +127,19 @@ def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     pytest.fail("the oldest request starves")
 
 
+@pytest.mark.parametrize("documents", [[[(700, 750)]] * 40, [[(700, 750)] * 40]])
+def test_many_requests_that_wait_for_features_do_not_hide_who_holds_them(documents: Any) -> None:
+    scheduler = Scheduler(StepLimits(16_384, 512, chunked=True))
+    admit(scheduler, documents)
+    scheduler.schedule()
+    for number in range(1, 101):
+        admit(scheduler, [[(700, 750)]], number)
+    assert len(run_dry(scheduler)) < 15
+
+
 def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     scheduler = Scheduler(StepLimits(100, 100, chunked=False))
-    sequences, images = pages(0, 0, [[(10, 4)], [(10, 4)]], query_length=5)
-    scheduler.admit(0, sequences, images=images)
+    admit(scheduler, [[(10, 4)], [(10, 4)]])
     scheduler.admit(1, texts(1, [6], first_id=50))
     step = scheduler.schedule()
     assert step is not None

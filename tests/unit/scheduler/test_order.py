@@ -139,13 +139,8 @@ def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: b
 
 
 # Forecasts
-
-
 BUDGET = 100
-ME = ("", 0)
-
-
-OTHER, THIRD = ("other", 0), ("third", 0)
+ME, OTHER, THIRD = ("", 0), ("other", 0), ("third", 0)
 
 
 @pytest.mark.parametrize(

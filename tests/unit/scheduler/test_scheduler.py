@@ -211,18 +211,7 @@ class PlainOrder:
             self.now = max(self.now, min(self.times[group] for group in groups))
 
 
-OPERATIONS = [
-    "admit",
-    "admit",
-    "admit",
-    "add",
-    "cancel",
-    "drop",
-    "schedule",
-    "schedule",
-    "schedule",
-    "reduce",
-]
+OPERATIONS = [*["admit"] * 3, "add", "cancel", "drop", *["schedule"] * 3, "reduce"]
 
 
 @settings(max_examples=40)

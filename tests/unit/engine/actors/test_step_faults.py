@@ -28,7 +28,7 @@ from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.scoring.scorer import DocumentScorer, QueryStore, StepOutcome, WindowStore
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Step, Tokens, TokenSequence
+from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Scheduler, Step, Tokens, TokenSequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -509,8 +509,12 @@ async def test_the_second_time_nobody_else_is_run_twice(counting: Counting, pair
     assert len({request_id for (request_id, _), runs in counting.runs.items() if runs > 1}) <= 1
 
 
-async def test_what_failed_for_lack_of_memory_is_no_suspect(counting: Counting) -> None:
+async def test_an_empty_step_and_a_lack_of_memory_make_no_suspect(counting: Counting) -> None:
     before = len(_suspects(counting.engine))
+    steps, schedule = iter([Step(10**9, ())]), Scheduler.schedule
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "schedule", lambda scheduler: next(steps, None) or schedule(scheduler))
+        await counting.score([("an empty step", ["harms nobody"])])
     counting.error = torch.OutOfMemoryError("CUDA out of memory")
     (found,) = await counting.score([("a question", [POISON])])
     assert isinstance(found, RequestFailedError)
