@@ -60,12 +60,10 @@ def saved_by_name(folder: Path) -> str:
     """The same with a classifier, saved with the adapter's name and the layer that it replaces."""
     adapter = bert(folder, modules_to_save=["classifier"])
     path = Path(adapter) / "adapter_model.safetensors"
-    named = {
-        re.sub(r"(lora_[AB])", r"\1.default", name).replace(
-            ".classifier.", ".classifier.modules_to_save.default."
-        ): tensor
-        for name, tensor in load_file(path).items()
-    }
+    named = {}
+    for name, tensor in load_file(path).items():
+        saved = re.sub(r"(lora_[AB])", r"\1.default", name)
+        named[saved.replace(".classifier.", ".classifier.modules_to_save.default.")] = tensor
     named["base_model.model.classifier.original_module.weight"] = torch.ones(1, 128)
     save_file(named, path)
     return adapter

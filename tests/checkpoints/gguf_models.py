@@ -74,9 +74,10 @@ def write_gguf(folder: str, path: Path, conversion: Conversion, kind: Kind, more
     config = json.loads(Path(folder, "config.json").read_text())
     name = gguf.MODEL_ARCH_NAMES[conversion.arch]
     writer = gguf.GGUFWriter(path, name)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in (_sizes(config) | dict(conversion.said)).items():
-        _add(writer, key if "." in key and not key.startswith(("attention.", "rope.", "classifier."))
-             else f"{name}.{key}", value)  # fmt: skip
+        whole = "." in key and not key.startswith(("attention.", "rope.", "classifier."))
+        kinds.get(type(value), writer.add_array)(key if whole else f"{name}.{key}", value)
     table = gguf.get_tensor_name_map(conversion.arch, config["num_hidden_layers"])
     stored = {}
     for published, tensor in load_file(Path(folder) / "model.safetensors").items():
@@ -116,20 +117,6 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
     }  # fmt: skip
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float():
-            writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)
 
 
 def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> torch.Tensor:
@@ -229,11 +216,8 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
                             token_type_count=2)  # fmt: skip
     kinds, words = tokens["tokenizer.ggml.token_type"], tokens["tokenizer.ggml.tokens"]
     tokens["tokenizer.ggml.tokens"] = list(map(_phantom, words, kinds))
-    said = {
-        "pooling_type": 2,
-        "attention.causal": False,
-        "attention.layer_norm_epsilon": config["layer_norm_eps"],
-    }
+    epsilon = config["layer_norm_eps"]
+    said = {"pooling_type": 2, "attention.causal": False, "attention.layer_norm_epsilon": epsilon}
     conversion = Conversion(
         gguf.MODEL_ARCH.BERT, said | tokens | changed,
         lambda name, tensor, config: None if name.startswith("pooler.") else tensor,
@@ -282,15 +266,12 @@ def llama(folder: Path, more: Tensors | None = None, **changed: Any) -> str:
 
 
 def qwen2(folder: Path, **changed: Any) -> str:
-    source = folder / "hf"
-    size = _qwen_tokenizer(source)
-    return _decoder(folder, "qwen2", size, None, changed)
+    return _decoder(folder, "qwen2", _qwen_tokenizer(folder / "hf"), None, changed)
 
 
 def gemma(folder: Path, **changed: Any) -> str:
     """bge-reranker-v2-gemma: norms with one added to their weights."""
-    source = folder / "hf"
-    size = unigram(source, GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096, most=FEW)
+    size = unigram(folder / "hf", GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096, most=FEW)
 
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         return tensor + 1 if name.endswith("norm.weight") else tensor
@@ -305,14 +286,9 @@ def _qwen_tokens(source: str, **said: Any) -> dict[str, Any]:
 
 
 def _decoder(
-    folder: Path,
-    kind: str,
-    size: int,
-    change: Any,
-    changed: Any,
-    more: Tensors | None = None,
+    folder: Path, kind: str, size: int, change: Any, changed: Any, more: Tensors | None = None,
     **settings: Any,
-) -> str:
+) -> str:  # fmt: skip
     """A decoder in float32, its tokenizer beside; `hf` has the same weights."""
     source, arch = folder / "hf", gguf.MODEL_ARCH[kind.upper()]
     sizes = {"vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096} | WIDE | settings

@@ -128,11 +128,8 @@ def jina_colbert_v2(folder: Path) -> str:
     write_artifact(folder, *markers, attend=True, dim=32, query_maxlen=32, doc_maxlen=300)
 
     AutoTokenizer.from_pretrained(folder).save_pretrained(backbone)
-    transformer = Transformer(
-        str(backbone),
-        document_length=300,
-        query_expansion={"strategy": "fixed", "attend": True, "length": 32, "token": "<mask>"},
-    )
+    expansion = {"strategy": "fixed", "attend": True, "length": 32, "token": "<mask>"}
+    transformer = Transformer(str(backbone), document_length=300, query_expansion=expansion)
     dense = Dense(128, 32, bias=False, init_weight=projection, **OF_TOKENS)
     mask = MultiVectorMask(skiplist_words=list(string.punctuation))
     reference = MultiVectorEncoder(

@@ -34,9 +34,8 @@ def _compressed(form: str, weights: dict[str, Any], activations: Any = None) -> 
     group = {
         "targets": ["Linear"],
         "weights": usual | {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None} | weights,
-        "input_activations": activations,
-        "output_activations": None,
-    }
+        "input_activations": activations, "output_activations": None,
+    }  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "global_compression_ratio": None, "kv_cache_scheme": None, "ignore": ["lm_head"],

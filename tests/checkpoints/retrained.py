@@ -1,6 +1,7 @@
 """Language models that were made into encoders and rerankers with code of their own, as published."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def nemotron_embed(folder: Path) -> str:
 def nemotron_embed_with_modules(folder: Path) -> str:
     """nvidia/llama-nemotron-embed-1b-v2: the same with them."""
     nemotron_embed(folder)
-    save_modules(folder, "mean", longest=2048, prompts={"query": "query: ", "document": "passage: "})
-    return str(folder)
+    return save_modules(folder, "mean", longest=2048, prompts={"query": "query: ", "document": "passage: "})
 
 
 def _qwen(folder: Path, kind: str, specials: dict[str, str] = _QWEN, **settings: Any) -> Any:
@@ -222,11 +222,8 @@ def lfm2_5_colbert(folder: Path) -> str:
 def lfm2_5_embedding(folder: Path) -> str:
     """LiquidAI/LFM2.5-Embedding-350M: such a backbone, of which the first token's state is the embedding."""
     lfm2_colbert(folder, both_ways=True)
-    for path in (folder / "1_Dense").iterdir():
-        path.unlink()
-    (folder / "1_Dense").rmdir()
-    save_modules(folder, "cls", longest=2048, prompts={"query": "query: ", "document": "document: "})
-    return str(folder)
+    shutil.rmtree(folder / "1_Dense")
+    return save_modules(folder, "cls", longest=2048, prompts={"query": "query: ", "document": "document: "})
 
 
 def tensors_of(path: str) -> dict[str, torch.Tensor]:

@@ -72,11 +72,8 @@ def opensearch_v3(folder: Path) -> str:
     transformer = Transformer(str(folder / "backbone"), transformer_task="fill-mask")
     weights = torch.rand(len(transformer.tokenizer), generator=torch.Generator().manual_seed(2)) * 8
     static = SparseStaticEmbedding(transformer.tokenizer, weights, frozen=True)
-    router = Router.for_query_document(
-        query_modules=[static],
-        document_modules=[transformer, SpladePooling("max", activation_function="log1p_relu")],
-        default_route="document",
-    )
+    modules = [transformer, SpladePooling("max", activation_function="log1p_relu")]
+    router = Router.for_query_document([static], modules, default_route="document")
     return save_own(SparseEncoder(modules=[router], device="cpu"), folder / "saved")
 
 

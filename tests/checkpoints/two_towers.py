@@ -1,15 +1,14 @@
 """CLIP and SigLIP, as they are published: a tower for texts and one for pictures."""
 
 from pathlib import Path
-from typing import Any
 
 import transformers
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
 
 from tests.checkpoints.tokenizers import byte_level_bpe, unigram
-from tests.checkpoints.visual import with_biases
-from tests.checkpoints.weights import save_own, spread
+from tests.checkpoints.visual import saved
+from tests.checkpoints.weights import save_own
 
 _TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 _PICTURE = _TEXT | {"hidden_size": 96, "image_size": 64, "patch_size": 16}
@@ -30,7 +29,7 @@ def clip(folder: Path) -> str:
     image_processor = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}
     )
-    return _saved(folder, model, transformers.CLIPProcessor(image_processor, tokenizer))
+    return saved(folder, model, transformers.CLIPProcessor(image_processor, tokenizer))
 
 
 def clip_saved(folder: Path) -> str:
@@ -50,10 +49,4 @@ def siglip(folder: Path) -> str:
     image_processor = transformers.SiglipImageProcessorPil(
         size={"height": 64, "width": 64}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    return _saved(folder, model, transformers.SiglipProcessor(image_processor, tokenizer))
-
-
-def _saved(folder: Path, model: Any, processor: Any) -> str:
-    with_biases(spread(model)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
+    return saved(folder, model, transformers.SiglipProcessor(image_processor, tokenizer))

@@ -78,12 +78,9 @@ def colqwen2_5(folder: Path) -> str:
     vision = {**_TOWER, "window_size": 56, "fullatt_block_indexes": [1]}
     config = _qwen2_vl(folder)
     text = config.text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
-    model = transformers.Qwen2_5_VLModel(
-        transformers.Qwen2_5_VLConfig(
-            image_token_id=config.image_token_id, text_config=text, vision_config=vision
-        )
-    )
-    return _colqwen(folder, model, dim=48)
+    token = config.image_token_id
+    config = transformers.Qwen2_5_VLConfig(image_token_id=token, text_config=text, vision_config=vision)
+    return _colqwen(folder, transformers.Qwen2_5_VLModel(config), dim=48)
 
 
 def colqwen3(folder: Path) -> str:

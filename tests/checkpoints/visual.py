@@ -39,7 +39,7 @@ def colpali(folder: Path) -> str:
         text_config=SIZES | gemma | {"vocab_size": len(tokenizer)}, vision_config=TOWER | siglip,
     )  # fmt: skip
     config = transformers.ColPaliConfig(vlm_config=vlm, embedding_dim=48)
-    return _saved(folder, transformers.ColPaliForRetrieval(config), processor)
+    return saved(folder, transformers.ColPaliForRetrieval(config), processor)
 
 
 def colqwen2(folder: Path) -> str:
@@ -48,7 +48,7 @@ def colqwen2(folder: Path) -> str:
     processor = transformers.ColQwen2Processor(qwen_image_processor(), tokenizer)
     vlm = qwen2_vl(len(tokenizer), processor.image_token_id)
     config = transformers.ColQwen2Config(vlm_config=vlm, embedding_dim=48)
-    return _saved(folder, transformers.ColQwen2ForRetrieval(config), processor)
+    return saved(folder, transformers.ColQwen2ForRetrieval(config), processor)
 
 
 def colmodernvbert(folder: Path) -> str:
@@ -77,12 +77,8 @@ def colmodernvbert(folder: Path) -> str:
         text_config=text, vision_config=vision, image_token_id=processor.image_token_id,
         pixel_shuffle_factor=4,
     )  # fmt: skip
-    model = transformers.ColModernVBertForRetrieval(
-        transformers.ColModernVBertConfig(vlm_config=vlm, embedding_dim=48)
-    )
-    with_biases(spread(model)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
+    config = transformers.ColModernVBertConfig(vlm_config=vlm, embedding_dim=48)
+    return saved(folder, transformers.ColModernVBertForRetrieval(config), processor)
 
 
 def qwen_image_processor(patch: int = 14) -> transformers.Qwen2VLImageProcessorPil:
@@ -112,7 +108,7 @@ def qwen_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def _saved(folder: Path, model: Any, processor: Any) -> str:
+def saved(folder: Path, model: Any, processor: Any) -> str:
     with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
@@ -125,11 +121,3 @@ def with_biases(model: Any) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
-
-
-def _gemma_tokenizer() -> transformers.GemmaTokenizer:
-    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<image>"]
-    vocabulary, merges = merges_of((), (*specials, "\u2581", "\n"))
-    return transformers.GemmaTokenizer(
-        vocab=vocabulary, merges=merges, extra_special_tokens={"image_token": "<image>"}
-    )

@@ -119,14 +119,9 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor],
 
 
 def save_modules(
-    folder: Path,
-    pooling: str,
-    *,
-    normalize: bool = True,
-    prompts: Any = None,
-    longest: int = 512,
+    folder: Path, pooling: str, *, normalize: bool = True, prompts: Any = None, longest: int = 512,
     dim: int = 0,
-) -> str:
+) -> str:  # fmt: skip
     """Writes the modules of an older sentence-transformers beside a transformer; returns the path."""
     paths = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
     save_module_list(folder, {path: f"sentence_transformers.models.{kind}" for path, kind in paths.items()})
