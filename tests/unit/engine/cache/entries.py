@@ -17,4 +17,6 @@ def key(number: int) -> bytes:
 
 
 def same(one: CachedEmbedding | None, other: CachedEmbedding) -> bool:
-    return one is not None and torch.equal(one.rows, other.rows)
+    if one is None or (one.tokens, one.truncated) != (other.tokens, other.truncated):
+        return False
+    return torch.equal(one.rows, other.rows)

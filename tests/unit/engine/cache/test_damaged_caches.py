@@ -23,7 +23,7 @@ from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, DiskStore
 from maxsimd.engine.cache.store import MemoryStore
 from tests.damage import DAMAGES, heed_permissions, undo
 from tests.forked import Forked
-from tests.unit.engine.cache.entries import MIB, key
+from tests.unit.engine.cache.entries import MIB, key, same
 from tests.waiting import wait_for
 
 MOMENTS = ("at start", "while serving", "in a clear")
@@ -83,15 +83,9 @@ def open_cache(folder: Path) -> EmbeddingCache:
 
 
 def read(store: EmbeddingCache, numbers: range) -> tuple[int, int]:
-    found = [(number, store.get(key(number))) for number in numbers]
-    return sum(got is not None for _, got in found), sum(
-        not (
-            torch.equal(got.rows, entry(number).rows)
-            and (got.tokens, got.truncated) == (entry(number).tokens, entry(number).truncated)
-        )
-        for number, got in found
-        if got is not None
-    )
+    """How many entries there are, and how many of these are wrong."""
+    found = {number: got for number in numbers if (got := store.get(key(number))) is not None}
+    return len(found), sum(not same(got, entry(number)) for number, got in found.items())
 
 
 def works(store: EmbeddingCache) -> bool:
@@ -136,15 +130,11 @@ def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, Any]:
     store.drop(key(0))
     _, wrong_later = read(store, range(100, 120))
     outcome = {
-        "stored": stored,
-        "found": found,
-        "wrong": wrong + wrong_later,
-        "works": works(store),
-        "log": log.take(),
-        "files": sorted(path.name for path in folder.iterdir()),
+        "stored": stored, "found": found, "wrong": wrong + wrong_later, "works": works(store),
+        "log": log.take(), "files": sorted(path.name for path in folder.iterdir()),
         "mapped": [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line],
         "touched": foreign(folder) != before,
-    }
+    }  # fmt: skip
     store.close()
     return outcome
 
