@@ -269,19 +269,11 @@ def _alerts_for(name: str | None) -> dict[str, Any]:
     """A case for promtool: these samples make this alert fire, and no other."""
     common = '{job="maxsimd",instance="one:8000",'
     samples = _WELL | (_ILL[name] if name else {})
-    return {
-        "interval": "1m",
-        "input_series": [
-            {"series": series.replace("{", common), "values": values} for series, values in samples.items()
-        ],
-        "promql_expr_test": [
-            {
-                "eval_time": "29m",
-                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else [],
-            }
-        ],
-    }
+    series = [{"series": each.replace("{", common), "values": values} for each, values in samples.items()]
+    firing = [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else []
+    query = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    asked = {"eval_time": "29m", "expr": query, "exp_samples": firing}
+    return {"interval": "1m", "input_series": series, "promql_expr_test": [asked]}
 
 
 def _promtool(*arguments: str, page: str = "") -> None:
@@ -300,14 +292,8 @@ def test_promtool_accepts_rules_queries_and_metrics(tmp_path: Path) -> None:
     rules_file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     _promtool("check", "rules", str(rules_file))
     cases = tmp_path / "cases.yaml"
-    cases.write_text(
-        yaml.safe_dump(
-            {
-                "rule_files": [str(OPERATING / "alerts.yaml")],
-                "tests": [_alerts_for(name) for name in (None, *(rule["alert"] for rule in _rules()))],
-            }
-        )
-    )
+    tests = [_alerts_for(name) for name in (None, *(rule["alert"] for rule in _rules()))]
+    cases.write_text(yaml.safe_dump({"rule_files": [str(OPERATING / "alerts.yaml")], "tests": tests}))
     _promtool("test", "rules", str(cases))
 
 

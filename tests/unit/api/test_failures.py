@@ -43,11 +43,8 @@ def test_every_class_of_error_has_its_answer() -> None:
 
 async def test_large_answers_are_encoded_in_a_thread() -> None:
     for items, characters, in_thread in (
-        (500, 0, False),
-        (501, 0, True),
-        (1, 100_199, False),
-        (1, 100_200, True),
-    ):
+        (500, 0, False), (501, 0, True), (1, 100_199, False), (1, 100_200, True),
+    ):  # fmt: skip
         threads = []
 
         def build(threads: list[int] = threads) -> list[Score]:

@@ -52,11 +52,9 @@ def test_keys_come_from_options_and_a_file(tmp_path: Path) -> None:
         assert not keys.keys.accept(header), header
     file = tmp_path / "none"
     for content, reason in (
-        (None, "No such file or directory"),
-        (b" \n\n", "it holds no key"),
-        (b"\xff\xfe", "it is not UTF-8"),
+        (None, "No such file or directory"), (b" \n\n", "it holds no key"), (b"\xff\xfe", "it is not UTF-8"),
         (b"x\n" * 600_000, "it is larger than 1 MiB"),
-    ):
+    ):  # fmt: skip
         if content is not None:
             file.write_bytes(content)
         with pytest.raises(SetupError) as refused:
@@ -149,11 +147,9 @@ def test_a_line_names_a_tenant_and_what_it_may_use() -> None:
         "nightly": Tenant(priority="batch", max_queued_tokens=500_000, max_request_tokens=70),
     }
     assert table.names == {
-        digest_of("one"): "search",
-        digest_of("two"): "nightly",
-        digest_of("three"): None,
+        digest_of("one"): "search", digest_of("two"): "nightly", digest_of("three"): None,
         digest_of("fo ur"): None,
-    }
+    }  # fmt: skip
     assert table.nameless == {digest_of("three"): Tenant(), digest_of("fo ur"): Tenant(weight=0.5)}
     table = read_keys(b"old name=a weight=3\nnew name=a\nnext name=a max_queued_tokens=7 weight=3")
     assert table.tenants == {"a": Tenant(weight=3, max_queued_tokens=7)}

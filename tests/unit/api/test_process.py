@@ -149,13 +149,9 @@ with tempfile.NamedTemporaryFile() as file:
     ("threads", "environment", "most"), [(1, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)]
 )
 def test_there_are_no_more_heaps_than_cores(threads: int, environment: dict[str, str], most: int) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(threads)],
-        env={name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    others = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    command = [sys.executable, "-c", _PROGRAM, str(threads)]
+    ran = subprocess.run(command, env=others | environment, capture_output=True, text=True, check=True)
     assert int(ran.stdout) == most
 
 

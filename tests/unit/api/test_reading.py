@@ -28,11 +28,8 @@ def _refused(param: str, message: str) -> Iterator[None]:
 
 def test_texts_come_under_several_names_of_which_one_is_read() -> None:
     for first, second in (
-        ("queries", "documents"),
-        ("queries", "items"),
-        ("data_1", "data_2"),
-        ("text_1", "text_2"),
-    ):
+        ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"),
+    ):  # fmt: skip
         body: dict[str, Any] = {first: "q", second: ["d", {"text": "e"}]}
         assert texts_to_score(ScoreRequest(**body), 9) == (["q"], ["d", "e"])
     several = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
@@ -156,11 +153,9 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
 
 def test_sequences_are_inputs_or_told_by_their_index() -> None:
     for value, texts, pairs, are_many in (
-        ("", [""], None, False),
-        (["a", "b"], ["a"], ["b"], False),
-        ([["a"], "b"], ["a", "b"], None, True),
+        ("", [""], None, False), (["a", "b"], ["a"], ["b"], False), ([["a"], "b"], ["a", "b"], None, True),
         ([["a", "b"], ["c", "d"]], ["a", "c"], ["b", "d"], True),
-    ):
+    ):  # fmt: skip
         assert as_sequences(value, 9) == (texts, pairs, are_many)
     for value, where in (
         (["a"] * 300 + [None] + ["b"] * 210, "input[300] is null: "),

@@ -301,13 +301,9 @@ def test_the_tables_of_options_have_a_row_for_each() -> None:
     assert len(rows) == len(defaults)
     assert defaults.keys() == {options.flag_with_collection(field.name) for field in fields} - {"--model"}
     for name, shown in (
-        ("--port", "8000"),
-        ("--served-model-name", ""),
-        ("--restart-on-failure", "off"),
-        ("--max-wait-seconds", "30.0"),
-        ("--debug packing", "auto"),
-        ("--max-model-len", "the model's"),
-    ):
+        ("--port", "8000"), ("--served-model-name", ""), ("--restart-on-failure", "off"),
+        ("--max-wait-seconds", "30.0"), ("--debug packing", "auto"), ("--max-model-len", "the model's"),
+    ):  # fmt: skip
         assert defaults[name] == shown
 
 

@@ -43,15 +43,9 @@ def on_white(image: Image.Image) -> Image.Image:
 def test_exif_orientation_is_applied() -> None:
     pixels = drawn()
     turned = {
-        1: pixels,
-        2: pixels[:, ::-1],
-        3: pixels[::-1, ::-1],
-        4: pixels[::-1],
-        5: pixels.transpose(1, 0, 2),
-        6: np.rot90(pixels, -1),
-        7: pixels[::-1, ::-1].transpose(1, 0, 2),
-        8: np.rot90(pixels),
-    }
+        1: pixels, 2: pixels[:, ::-1], 3: pixels[::-1, ::-1], 4: pixels[::-1], 5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, -1), 7: pixels[::-1, ::-1].transpose(1, 0, 2), 8: np.rot90(pixels),
+    }  # fmt: skip
     for orientation, expected in turned.items():
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -261,19 +255,11 @@ def test_the_digest_is_of_pixels_and_shape() -> None:
 @given(st.binary(min_size=1, max_size=100))
 def test_base64_is_read_in_all_its_spellings(data: bytes) -> None:
     plain = base64.b64encode(data).decode()
-    for text in (
-        plain,
-        plain.rstrip("="),
-        base64.urlsafe_b64encode(data).decode(),
-        f" {plain[:4]}\n{plain[4:]}\t",
-    ):
+    url_safe = base64.urlsafe_b64encode(data).decode()
+    for text in (plain, plain.rstrip("="), url_safe, f" {plain[:4]}\n{plain[4:]}\t"):
         assert media.bytes_of_base64(text, MOST_BYTES) == data
-    for head in (
-        "data:image/png;base64,",
-        "DATA:IMAGE/PNG;BASE64,",
-        "data:;base64,",
-        "data:image/jpeg;q=1;base64,",
-    ):
+    png = "data:image/png;base64,"
+    for head in (png, png.upper(), "data:;base64,", "data:image/jpeg;q=1;base64,"):
         assert media.bytes_of_data_url(head + plain, MOST_BYTES) == data
 
 

@@ -11,20 +11,14 @@ from tests.unit.scheduler.scheduled_requests import Picture, pages, run_dry, tex
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
 DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
+REQUESTS = st.tuples(DOCUMENTS, st.integers(1, 150), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3))
 
 
 @given(
-    requests=st.lists(
-        st.tuples(DOCUMENTS, st.integers(1, 150), st.integers(0, 2), st.integers(-2, 2), st.integers(0, 3)),
-        min_size=1,
-        max_size=5,
-    ),
-    budget=st.integers(20, 200),
-    features=st.integers(1, 150),
-    most_sequences=st.sampled_from([4, 100]),
-    beside_small=st.sampled_from([None, 10, 20]),
-    chunked=st.booleans(),
-)
+    requests=st.lists(REQUESTS, min_size=1, max_size=5), budget=st.integers(20, 200),
+    features=st.integers(1, 150), most_sequences=st.sampled_from([4, 100]),
+    beside_small=st.sampled_from([None, 10, 20]), chunked=st.booleans(),
+)  # fmt: skip
 def test_every_sequence_runs_once_after_its_pictures(
     requests: Any, budget: int, features: int, most_sequences: int, beside_small: int | None, chunked: bool
 ) -> None:

@@ -169,10 +169,8 @@ def test_a_cut_sequence_is_hurried_where_no_oldest_fits(lengths: list[int], expe
     scheduler.admit(0, texts(0, [100]), tenant="a")
     scheduler.admit(1, texts(1, lengths, 1), tenant="a")
     scheduler.admit(2, texts(2, [1000], 3), tenant="b")
-    assert [scheduled_requests.tokens_by_request(scheduler.schedule()) for _ in range(2)] == [
-        {0: 100},
-        {2: 100},
-    ]
+    steps = [scheduled_requests.tokens_by_request(scheduler.schedule()) for _ in range(2)]
+    assert steps == [{0: 100}, {2: 100}]
     scheduler.admit(3, texts(3, [1] * 100, 4), tenant="b")
     assert scheduled_requests.tokens_by_request(scheduler.schedule()) == expected
 

@@ -158,11 +158,9 @@ async def test_each_redirect_is_checked() -> None:
 async def test_what_is_no_picture_too_large_or_slow_is_refused() -> None:
     async with hosting() as host, fetching(host.origin) as fetcher:
         for kind, said in (
-            ("large", "has more than 1,000 bytes"),
-            ("endless", "has more than 1,000 bytes"),
-            ("page", "is fetched as text/plain"),
-            ("gone", "answers with status 404"),
-        ):
+            ("large", "has more than 1,000 bytes"), ("endless", "has more than 1,000 bytes"),
+            ("page", "is fetched as text/plain"), ("gone", "answers with status 404"),
+        ):  # fmt: skip
             with pytest.raises(PictureError, match=said):
                 await fetcher.fetch(f"{host.origin}/{kind}")
     async with hosting() as host, fetching(host.origin, seconds=0.2) as fetcher:

@@ -134,12 +134,8 @@ def test_a_folder_has_the_tables_that_other_versions_look_for(disk: DiskStore, f
         assert connection.execute("SELECT entries FROM counts").fetchall() == [(1,)]
         settings = ("application_id", "user_version", "page_size", "auto_vacuum")
         found = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in settings}
-        assert found == {
-            "application_id": int.from_bytes(b"mxsd", "big"),
-            "user_version": 1,
-            "page_size": PAGE,
-            "auto_vacuum": 2,
-        }
+        ours = int.from_bytes(b"mxsd", "big")
+        assert found == {"application_id": ours, "user_version": 1, "page_size": PAGE, "auto_vacuum": 2}
 
 
 def test_what_a_process_left_that_died_creating_is_used(folder: Path) -> None:

@@ -51,14 +51,9 @@ class Scored:
         self.slab = EmbeddingSlab(ROWS, DIM, torch.int8 if takes_int8 else self.dtype, self.device)
         self.cache.slab = self.slab
         self.scorer = scorer.DocumentScorer(
-            "maxsim",
-            choose_maxsim(backend, self.device)[1],
-            self.device,
-            self.dtype,
-            takes_int8=takes_int8,
-            maxsim_spans=choose_maxsim_spans(backend),
-            cache=self.cache,
-        )
+            "maxsim", choose_maxsim(backend, self.device)[1], self.device, self.dtype, takes_int8=takes_int8,
+            maxsim_spans=choose_maxsim_spans(backend), cache=self.cache,
+        )  # fmt: skip
         self.query = unit_rows(0, 5).to(self.dtype)
         self.scorer.queries.put(
             TokenSequence.query(1, 7, TASK, _tokens(5), 1 << 30), self.query.to(self.device)

@@ -120,10 +120,8 @@ def test_arriving_embeddings_become_entries_of_their_own(precision: cached.Preci
     values.zero_()
     if scales is not None:
         scales.zero_()
-    assert [(name, found.tokens, found.truncated) for name, found in entries] == [
-        (key(1), 11, False),
-        (key(2), 12, True),
-    ]
+    facts = [(name, found.tokens, found.truncated) for name, found in entries]
+    assert facts == [(key(1), 11, False), (key(2), 12, True)]
     for (_, found), (rows, own_scales) in zip(entries, expected, strict=True):
         assert torch.equal(found.rows, rows)
         assert equal_scales(found.scales, own_scales)
@@ -191,14 +189,10 @@ def test_a_key_depends_on_the_model_the_text_and_how_it_is_read() -> None:
     cache = _cache()
     other = EmbeddingCache(b"another", "float32", MemoryStore(1), None)
     keys = {
-        cache.key("text", "how"),
-        cache.key("texts", "how"),
-        cache.key("text", "other"),
-        cache.key("how", "text"),
-        cache.key("wtext", "ho"),
-        cache.key("\ud800", "how"),
+        cache.key("text", "how"), cache.key("texts", "how"), cache.key("text", "other"),
+        cache.key("how", "text"), cache.key("wtext", "ho"), cache.key("\ud800", "how"),
         other.key("text", "how"),
-    }
+    }  # fmt: skip
     assert len(keys) == 7
     assert {len(found) for found in keys} == {32}
     # Later versions read the same folder: a key that is made otherwise would waste all its entries.

@@ -42,31 +42,20 @@ def groups_of(folder: str, files: list[dict[str, str]]) -> tuple[str, dict[str, 
 
 
 def test_version_2_has_the_least_quota_of_all_groups_around(tmp_path: Path) -> None:
-    for i, (maxima, quota) in enumerate(
-        (
-            (["200000 100000\n"], 2.0),
-            (["50000 100000\n"], 0.5),
-            (["max 100000\n"], None),
-            (["max 100000\n", "150000 100000\n"], 1.5),
-            (["300000 100000\n", "max 100000\n"], 3.0),
-            (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0),
-            ([], None),
-            (["nonsense"], None),
-        )
-    ):
+    cases: Any = (
+        (["200000 100000\n"], 2.0), (["50000 100000\n"], 0.5), (["max 100000\n"], None),
+        (["max 100000\n", "150000 100000\n"], 1.5), (["300000 100000\n", "max 100000\n"], 3.0),
+        (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0), ([], None), (["nonsense"], None),
+    )  # fmt: skip
+    for i, (maxima, quota) in enumerate(cases):
         group, files = groups_of("sys/fs/cgroup", [{"cpu.max": maximum} for maximum in maxima])
         assert cpu_quota(machine(tmp_path / str(i), V2.format(root="/"), f"0::{group}\n", files)) == quota
 
 
 def test_version_1_has_quota_and_period_in_files(tmp_path: Path) -> None:
     names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    for i, (quotas, quota) in enumerate(
-        (
-            ([("200000", "100000")], 2.0),
-            ([("-1", "100000")], None),
-            ([("-1", "100000"), ("25000", "50000")], 0.5),
-        )
-    ):
+    given = [([("200000", "100000")], 2.0), ([("-1", "100000")], None)]
+    for i, (quotas, quota) in enumerate([*given, ([("-1", "100000"), ("25000", "50000")], 0.5)]):
         files = [dict(zip(names, each, strict=True)) for each in quotas]
         path, made = groups_of("sys/fs/cgroup/cpu,cpuacct", files)
         groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
@@ -103,13 +92,10 @@ MEMINFO = "MemTotal:       16777216 kB\nMemFree:          100000 kB\nMemAvailabl
 
 def test_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
     cases: Any = (
-        (None, {}, None),
-        (MEMINFO, {}, 8 * GIB),
-        ("nonsense\n", {}, None),
+        (None, {}, None), (MEMINFO, {}, 8 * GIB), ("nonsense\n", {}, None),
         (MEMINFO, {"a/b": ("max", GIB)}, 8 * GIB),
-        (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB),
-        (MEMINFO, {"a/b": (10, 20)}, 0),
-    )
+        (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB), (MEMINFO, {"a/b": (10, 20)}, 0),
+    )  # fmt: skip
     for i, (meminfo, groups, free) in enumerate(cases):
         files = {} if meminfo is None else {"proc/meminfo": meminfo}
         for group, (most, current) in groups.items():

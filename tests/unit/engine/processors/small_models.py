@@ -79,16 +79,10 @@ def model(**changes: Any) -> LoadedModel:
 
 
 def processors(
-    described: LoadedModel,
-    *,
-    special_tokens: bool = True,
-    longest: int = 10000,
-    overlap: int = 0,
-    most_vectors: int | None = None,
-    cache: EmbeddingCache | None = None,
-    sharing: PrefixSharing | None = None,
-    text_tokenizer: TextTokenizer | None = None,
-) -> Processors:
+    described: LoadedModel, *, special_tokens: bool = True, longest: int = 10000, overlap: int = 0,
+    most_vectors: int | None = None, cache: EmbeddingCache | None = None,
+    sharing: PrefixSharing | None = None, text_tokenizer: TextTokenizer | None = None,
+) -> Processors:  # fmt: skip
     longest = min(longest, described.max_tokens)
     limits = LengthLimits(longest, overlap, described.truncation_side, most_vectors)
     used = text_tokenizer or tokenizer(special_tokens)

@@ -69,15 +69,8 @@ def test_there_are_breaks_in_prose_of_all_scripts(name: str) -> None:
             units += [f"{word}{between}" for word in words]
     if name in ("bert", "bert_cased", "qwen", "llama_3", "xlm_roberta", "deberta"):
         units += [
-            "1, 2, 3, ",
-            "\u2014 \u2014 ",
-            "1. 2. ",
-            "... ",
-            "\u20ac 5 ",
-            "3.14  ",
-            "+\t-\t",
-            "!\r\n?\r\n",
-        ]
+            "1, 2, 3, ", "\u2014 \u2014 ", "1. 2. ", "... ", "\u20ac 5 ", "3.14  ", "+\t-\t", "!\r\n?\r\n",
+        ]  # fmt: skip
     for unit in units:
         length = len(unit)
         assert breaks.first(unit * 3, length, 2 * length + 1) is not None, ascii(unit)

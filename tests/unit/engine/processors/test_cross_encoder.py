@@ -21,27 +21,8 @@ from maxsimd.engine.processors.text.tokenization import longest_first, truncate
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
 from tests.checkpoints.tokenizer_kinds import qwen
-from tests.unit.engine.processors.small_models import (
-    CLS,
-    DOCUMENT,
-    DOCUMENT_PROMPT,
-    INSTRUCT,
-    QUERY_PROMPT,
-    SEP,
-    UNKNOWN,
-    A,
-    B,
-    document,
-    ids,
-    model,
-    processors,
-    refused,
-    request_ids,
-    score_request,
-    tokenizer,
-    tokens_of,
-    words,
-)
+from tests.unit.engine.processors import small_models as small
+from tests.unit.engine.processors.small_models import DOCUMENT, document, ids, refused, tokens_of, words
 from tests.unit.engine.processors.split_texts import num_characters, text_tokenizer, tokenized
 
 LONGEST_FIRST = PairRules(truncation="longest_first")
@@ -56,19 +37,13 @@ INSTRUCTED = ScoreTemplate(("asked: {{ instruction }} query: {{ query }} passage
 
 
 def score(
-    queries: list[str],
-    documents: list[str],
-    truncation: Truncation = REFUSE_LONG,
-    *,
-    pairs: PairRules = LONGEST_FIRST,
-    max_tokens: int = 64,
-    instruction: str | None = None,
-    default: str | None = None,
-    **made: Any,
-) -> ScorePlan:
-    described = model(score_task="classify", pairs=pairs, instruction=default, max_tokens=max_tokens)
-    request = score_request(queries, documents, truncation, instruction=instruction)
-    return processors(described, **made).scores.prepare(request, request_ids())
+    queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG, *,
+    pairs: PairRules = LONGEST_FIRST, max_tokens: int = 64, instruction: str | None = None,
+    default: str | None = None, **made: Any,
+) -> ScorePlan:  # fmt: skip
+    described = small.model(score_task="classify", pairs=pairs, instruction=default, max_tokens=max_tokens)
+    request = small.score_request(queries, documents, truncation, instruction=instruction)
+    return small.processors(described, **made).scores.prepare(request, small.request_ids())
 
 
 def ask(*texts: Any, template: ScoreTemplate = THREE_SEGMENTS, **options: Any) -> ScorePlan:
@@ -76,12 +51,12 @@ def ask(*texts: Any, template: ScoreTemplate = THREE_SEGMENTS, **options: Any) -
 
 
 def pair(query: list[int], read: list[int]) -> list[int]:
-    return [CLS, *query, SEP, *read, SEP]
+    return [small.CLS, *query, small.SEP, *read, small.SEP]
 
 
 def asked(query: list[int], read: list[int], instruction: int = 904) -> list[int]:
-    before = [INSTRUCT, *ids(1, instruction), QUERY_PROMPT, *query]
-    return [*before, DOCUMENT_PROMPT, *ids(1, 900), *read, *ids(3, 901)]
+    before = [small.INSTRUCT, *ids(1, instruction), small.QUERY_PROMPT, *query]
+    return [*before, small.DOCUMENT_PROMPT, *ids(1, 900), *read, *ids(3, 901)]
 
 
 JOINED_BY = pytest.mark.parametrize(
@@ -176,7 +151,7 @@ def test_a_pair_that_cannot_be_made_is_refused_by_its_field() -> None:
 
 
 def test_what_pairs_have_in_common_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = tokenized(monkeypatch, tokenizer(True))
+    encoded = tokenized(monkeypatch, small.tokenizer(True))
     queries, instruction = [f"w{i}" for i in range(100)], words(1000)
     for template in (THREE_SEGMENTS, INSTRUCTED):
         encoded.clear()
@@ -193,10 +168,10 @@ def test_what_pairs_have_in_common_is_tokenized_once(monkeypatch: pytest.MonkeyP
 
 def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs, each = 20, len(asked(ids(1), ids(1)))
-    described = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
-    request = score_request(["w1"] * pairs, ["w2"] * pairs)
-    exact = request_ids(most_tokens=pairs * each)
-    assert len(processors(described).scores.prepare(request, exact).sequences) == pairs
+    described = small.model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
+    request = small.score_request(["w1"] * pairs, ["w2"] * pairs)
+    exact = small.request_ids(most_tokens=pairs * each)
+    assert len(small.processors(described).scores.prepare(request, exact).sequences) == pairs
     made: list[int] = []
     build = TemplatePairBuilder.build
 
@@ -207,7 +182,7 @@ def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(TemplatePairBuilder, "build", counting)
     with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise max_"):
-        processors(described).scores.prepare(request, request_ids(most_tokens=3 * each))
+        small.processors(described).scores.prepare(request, small.request_ids(most_tokens=3 * each))
     assert len(made) == 4
 
 
@@ -246,16 +221,16 @@ def test_texts_by_pictures_the_template_cannot_take_are_refused() -> None:
     pages: Any = SimpleNamespace(image_token="<image>", split=lambda *given: (["w1", None], []))
     pages.opened = pages.check_texts = lambda *given: None
     texts: Any = SimpleNamespace(build=lambda request, *given: [None] * len(request.documents))
-    builder = PicturePairBuilder(texts, template, None, tokenizer(), pages, 64)
+    builder = PicturePairBuilder(texts, template, None, small.tokenizer(), pages, 64)
     anything: Any = [None]
-    request = replace(score_request(["q"], ["d"]), queries=(Content(("w1",)),))
+    request = replace(small.score_request(["q"], ["d"]), queries=(Content(("w1",)),))
     with refused("documents", r"^documents\[0\] and its query: .*division by zero"):
         list(builder.build(request, anything, anything))
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
     template = ScoreTemplate(("query: {{ query }} passage: {{ document }}/end w1",))
-    whole = [QUERY_PROMPT, *ids(1), DOCUMENT_PROMPT, *ids(2, DOCUMENT), UNKNOWN, *ids(1, 1)]
+    whole = [small.QUERY_PROMPT, *ids(1), small.DOCUMENT_PROMPT, *ids(2, DOCUMENT), small.UNKNOWN, *ids(1, 1)]
     assert tokens_of(ask(["w0"], [document(3)], template=template)) == [whole]
     cut = ask(["w0"], [document(3)], Truncation(max_document_tokens=2), template=template)
     assert (tokens_of(cut), cut.truncated) == ([[*whole[:5], *whole[6:]]], 1)
@@ -336,7 +311,7 @@ def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
     plan = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
     prefix = plan.sequences[0]
     assert prefix.is_prefix
-    assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
+    assert prefix.tokens.ids.tolist() == [small.CLS, *ids(6), small.SEP]
     # One token of the query fewer, and the prefix is too short to be worth it.
     assert len(score([words(5)], [document(3)], sharing=PrefixSharing()).sequences) == 1
     # A pair with a truncated query begins otherwise.
@@ -356,8 +331,8 @@ def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
     shared = [*ids(9, 800), *ids(1)]
     assert plan.sequences[0].tokens.ids.tolist() == shared
     assert split(plan) == [
-        (100, [*shared, UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
-        (100, [*shared, DOCUMENT_PROMPT, *ids(1, 1)]),
+        (100, [*shared, small.UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
+        (100, [*shared, small.DOCUMENT_PROMPT, *ids(1, 1)]),
     ]
 
 
@@ -375,12 +350,12 @@ MERGING = ScoreTemplate(("a{{ query }}b", "{{ query }}{{ document }}{{ query }}"
 def score_long(
     described: LoadedModel, queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG
 ) -> ScorePlan:
-    made = processors(described, text_tokenizer=text_tokenizer(qwen), longest=100_000)
-    return made.scores.prepare(score_request(queries, documents, truncation), request_ids())
+    made = small.processors(described, text_tokenizer=text_tokenizer(qwen), longest=100_000)
+    return made.scores.prepare(small.score_request(queries, documents, truncation), small.request_ids())
 
 
 def long_model(template: ScoreTemplate, max_tokens: int = 100_000) -> LoadedModel:
-    return model(score_task="classify", pairs=PairRules(template=template), max_tokens=max_tokens)
+    return small.model(score_task="classify", pairs=PairRules(template=template), max_tokens=max_tokens)
 
 
 WRITTEN = st.sampled_from(["a", "b ", " c", ",", ".\n", "\n", "d,e", "\u6f22", "  ", "1"])
@@ -409,8 +384,8 @@ def test_pairs_have_segments(template: ScoreTemplate, pairs: list[tuple[str, str
 def test_pairs_hold_their_query_once() -> None:
     for described, held in (
         (long_model(JUDGED), 1000),
-        (model(score_task="classify", max_tokens=100_000), 1000),
-        (model(score_task="classify", max_tokens=100), 80),  # cut for each
+        (small.model(score_task="classify", max_tokens=100_000), 1000),
+        (small.model(score_task="classify", max_tokens=100), 80),  # cut for each
     ):
         documents = [f"document {i}" for i in range(5)]
         plan = score_long(described, ["what is it? " * 500], documents, CUT_LONG)
@@ -431,15 +406,15 @@ LENGTHS = st.integers(0, 400)
 @example(300, 301, 103, "right", None)
 def test_pairs_are_cut_as_whole(query: int, document: int, limit: int, side: str, most: int | None) -> None:
     truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
-    made = processors(model(score_task="classify", max_tokens=limit))
-    texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)
-    plan = made.scores.prepare(texts, request_ids())
+    made = small.processors(small.model(score_task="classify", max_tokens=limit))
+    texts = small.score_request([words(query)], [words(document, DOCUMENT)], truncation)
+    plan = made.scores.prepare(texts, small.request_ids())
     limited = document if most is None else min(document, most)
     first, second = longest_first(query, limited, limit - 3)
     wanted = truncate(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
     expected = [
-        *(CLS, *truncate(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
-        *(*truncate(wanted, second, side), SEP),  # type: ignore[arg-type]
+        *(small.CLS, *truncate(np.array(ids(query), np.int32), first, side), small.SEP),  # type: ignore[arg-type]
+        *(*truncate(wanted, second, side), small.SEP),  # type: ignore[arg-type]
     ]
     assert tokens_of(plan) == [expected]
     assert plan.truncated == (limited < document or query + limited > limit - 3)
@@ -447,11 +422,11 @@ def test_pairs_are_cut_as_whole(query: int, document: int, limit: int, side: str
 
 def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
     described = long_model(JUDGED, max_tokens=50)
-    made = processors(described, text_tokenizer=text_tokenizer(qwen), longest=100_000)
+    made = small.processors(described, text_tokenizer=text_tokenizer(qwen), longest=100_000)
     for length, is_refused in ((49, False), (50, True), (100_000, True)):
-        request = score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
+        request = small.score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
         with pytest.raises(InvalidRequestError) as error:
-            made.scores.prepare(request, request_ids())
+            made.scores.prepare(request, small.request_ids())
         assert (error.value.param == "instruction") == is_refused
     said = "instruction has 50 tokens or more, and no more can be run in a sequence; shorten it"
     assert str(error.value) == said
@@ -459,15 +434,15 @@ def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
 
 def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     ranked_by = ListwiseRules("[QUERY]", "[DOCUMENT]", 1000, max_query_tokens=6, max_document_tokens=10)
-    described = model(score_task="rank", listwise=ranked_by, max_tokens=10_000)
-    small = tokenizer()
-    encoded = tokenized(monkeypatch, small)
+    described = small.model(score_task="rank", listwise=ranked_by, max_tokens=10_000)
+    tokenizer = small.tokenizer()
+    encoded = tokenized(monkeypatch, tokenizer)
     text = f"{words(100)} " * 500
-    made = processors(described, text_tokenizer=small)
+    made = small.processors(described, text_tokenizer=tokenizer)
     # Its own length is no reason to refuse a text.
-    for request in (score_request([text], [text, text], CUT_LONG), score_request(["a"], [text])):
+    for request in (small.score_request([text], [text, text], CUT_LONG), small.score_request(["a"], [text])):
         encoded.clear()
-        made.scores.prepare(request, request_ids())
+        made.scores.prepare(request, small.request_ids())
         assert num_characters(encoded) < 10_000
 
 
@@ -513,14 +488,14 @@ def test_a_plain_template_cannot_see_into_texts(segment: str, is_plain: bool) ->
 def test_pairs_have_the_tokens_of_what_is_written(template: ScoreTemplate) -> None:
     documents = ["w5", "w6 w7 w8", ""]
     written = [template.written("w1", each, None)[0] for each in documents]
-    expected = [found.tolist() for found in tokenizer(False).encode(written, "x")]
+    expected = [found.tolist() for found in small.tokenizer(False).encode(written, "x")]
     found = score(["w1"] * 3, documents, pairs=PairRules(template=template))
     assert tokens_of(found) == expected
     with refused("documents", r"^documents\[0\] has [0-9]+ tokens, but at most 5 can be run"):
         score(["w1"], ["w7 w8 w9 w10"], pairs=PairRules(template=template), max_tokens=5)
     with refused("long_documents", "cannot be read through windows"):
         score(["w1"], ["w7 w8 w9 w10"], WINDOW_LONG, pairs=PairRules(template=template), max_tokens=5)
-    ended = PairRules(template=replace(template, trailing_ids=(A, B)))
+    ended = PairRules(template=replace(template, trailing_ids=(small.A, small.B)))
     for most in (1, 2):
         with refused("truncate_prompt_tokens", f"^{most} tokens leave no room beside 2 special tokens"):
             score(["w1"], ["w7 w8 w9 w10"], Truncation(max_tokens=most), pairs=ended)

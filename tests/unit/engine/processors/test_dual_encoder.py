@@ -270,13 +270,9 @@ def cache() -> Iterator[EmbeddingCache]:
 
 
 def looked_up(
-    cache: EmbeddingCache | None,
-    document: str,
-    truncation: Truncation = REFUSE_LONG,
-    mode: CacheMode = "use",
-    own_length: int | None = None,
-    task: str = "token_embed",
-) -> ScorePlan:
+    cache: EmbeddingCache | None, document: str, truncation: Truncation = REFUSE_LONG,
+    mode: CacheMode = "use", own_length: int | None = None, task: str = "token_embed",
+) -> ScorePlan:  # fmt: skip
     rules = RoleRules(max_tokens=own_length)
     made = small.processors(
         model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache
@@ -364,15 +360,11 @@ def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache)
 
 def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache) -> None:
     for truncation in (
-        CUT_LONG,
-        Truncation(max_tokens=9),
-        Truncation(max_tokens=9, side="left"),
-        Truncation(max_tokens=9, windows=True),
-        Truncation(max_tokens=9, windows=True, window_overlap=2),
-        Truncation(max_tokens=9, max_document_tokens=6),
-        Truncation(max_tokens=9, max_document_tokens=5),
+        CUT_LONG, Truncation(max_tokens=9), Truncation(max_tokens=9, side="left"),
+        Truncation(max_tokens=9, windows=True), Truncation(max_tokens=9, windows=True, window_overlap=2),
+        Truncation(max_tokens=9, max_document_tokens=6), Truncation(max_tokens=9, max_document_tokens=5),
         Truncation(max_document_tokens=6),
-    ):
+    ):  # fmt: skip
         assert not looked_up(cache, LONG, truncation).cached
         cache.put([(as_requested(cache, LONG, truncation), embedding())])
         assert looked_up(cache, LONG, truncation).cached

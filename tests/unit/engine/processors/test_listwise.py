@@ -124,12 +124,9 @@ def test_a_block_is_closed_when_a_longest_document_may_not_fit() -> None:
     made = rules(context=100, max_document_tokens=20, block_documents=4)
     # The query takes 5 of 100 tokens, twice: 70 leave exactly a longest document, which is not enough.
     for lengths, sizes in (
-        ([1] * 9, [4, 4, 1]),
-        ([1] * 4, [4]),
-        ([35, 35, 1], [2, 1]),
-        ([35, 34, 1], [3]),
+        ([1] * 9, [4, 4, 1]), ([1] * 4, [4]), ([35, 35, 1], [2, 1]), ([35, 34, 1], [3]),
         ([70, 69, 1, 1], [1, 2, 1]),
-    ):
+    ):  # fmt: skip
         assert in_blocks(lengths, 5, made) == sizes
 
 

@@ -37,12 +37,9 @@ def embed(made: Any, texts: Any, truncation: Truncation = REFUSE_LONG, **options
 
 
 def one(
-    rules: RoleRules,
-    text: str | tuple[int, ...],
-    truncation: Truncation = REFUSE_LONG,
-    max_tokens: int = 64,
+    rules: RoleRules, text: str | tuple[int, ...], truncation: Truncation = REFUSE_LONG, max_tokens: int = 64,
     special_tokens: bool = True,
-) -> tuple[list[int], list[int] | None, int, int]:
+) -> tuple[list[int], list[int] | None, int, int]:  # fmt: skip
     """A text's token ids, the positions that are pooled, how many are attended, and whether it was cut."""
     made = small.processors(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
     plan = embed(made, [text], truncation)
@@ -172,12 +169,9 @@ def windows_of(rules: RoleRules, length: int, truncation: Truncation, max_tokens
 def test_every_window_stands_behind_the_prompt() -> None:
     truncation = Truncation(max_tokens=9, windows=True, window_overlap=1)
     for length, own_length, bodies in (
-        (12, None, [(0, 5), (4, 9), (8, 12)]),
-        (13, None, [(0, 5), (4, 9), (8, 13)]),
-        (12, 8, [(0, 4), (3, 7), (6, 10), (9, 12)]),
-        (5, None, [(0, 5)]),
-        (0, None, [(0, 0)]),
-    ):
+        (12, None, [(0, 5), (4, 9), (8, 12)]), (13, None, [(0, 5), (4, 9), (8, 13)]),
+        (12, 8, [(0, 4), (3, 7), (6, 10), (9, 12)]), (5, None, [(0, 5)]), (0, None, [(0, 0)]),
+    ):  # fmt: skip
         rules = RoleRules(words(2, 900) + " ", max_tokens=own_length)
         expected = [[CLS, *ids(2, 900), *ids(stop - start, start), SEP] for start, stop in bodies]
         assert windows_of(rules, length, truncation) == [(tokens, False) for tokens in expected]

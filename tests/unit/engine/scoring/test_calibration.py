@@ -123,18 +123,12 @@ def test_a_calibration_is_of_all_that_changes_scores() -> None:
     alike = EngineConfig(model="m", dtype="bfloat16", kernels="torch", threads=1)
     assert model_digest(replace(given), alike) == digest
     for change in (
-        {"tasks": {"classify": replace(task, dim=2)}},
-        {"score_label": 1},
-        {"probabilities": torch.nn.Softmax(dim=-1)},
-        {"truncation_side": "left"},
-        {"uncounted_id": 1},
-        {"ending_pad_id": 1},
-        _joined(instruction="find it"),
-        _joined(variables={"a": 1}),
-        _joined(restores_end=False),
-        _joined(trailing_ids=(1,)),
+        {"tasks": {"classify": replace(task, dim=2)}}, {"score_label": 1},
+        {"probabilities": torch.nn.Softmax(dim=-1)}, {"truncation_side": "left"}, {"uncounted_id": 1},
+        {"ending_pad_id": 1}, _joined(instruction="find it"), _joined(variables={"a": 1}),
+        _joined(restores_end=False), _joined(trailing_ids=(1,)),
         {"pairs": PairRules("only_second", _TEMPLATE)},
-    ):
+    ):  # fmt: skip
         assert model_digest(replace(given, **change), EngineConfig(model="m")) != digest, change
 
 

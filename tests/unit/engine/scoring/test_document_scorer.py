@@ -191,13 +191,10 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "dtype", "takes_int8"),
     [
-        ("float32", torch.float32, True),
-        ("bfloat16", torch.float32, False),
-        ("bfloat16", torch.bfloat16, True),
-        ("int8", torch.float32, True),
-        ("int8", torch.bfloat16, False),
+        ("float32", torch.float32, True), ("bfloat16", torch.float32, False),
+        ("bfloat16", torch.bfloat16, True), ("int8", torch.float32, True), ("int8", torch.bfloat16, False),
     ],
-)
+)  # fmt: skip
 def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype, takes_int8: bool) -> None:
     """New, duplicate and cached ones of two requests: those of one key and query to the same bits."""
     draw, cache = random.Random(0), cache_of(precision)
@@ -255,12 +252,10 @@ def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype,
 @pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
 def test_documents_score_alike_where_they_lie() -> None:
     for precision, dtype, similarity_name in (
-        ("float32", torch.float32, "maxsim"),
-        ("float32", torch.bfloat16, "cosine"),
-        ("bfloat16", torch.float32, "meanmaxsim"),
-        ("int8", torch.float32, "cosine"),
+        ("float32", torch.float32, "maxsim"), ("float32", torch.bfloat16, "cosine"),
+        ("bfloat16", torch.float32, "meanmaxsim"), ("int8", torch.float32, "cosine"),
         ("int8", torch.bfloat16, "meanmaxsim"),
-    ):
+    ):  # fmt: skip
         cache = cache_of(precision)
         found = []
         for apart in (None, maxsim_apart_avx512):

@@ -262,10 +262,9 @@ def by_hand(similarity: str, query: torch.Tensor, document: torch.Tensor) -> flo
 @settings(max_examples=60)
 @given(
     st.sampled_from(["maxsim", "meanmaxsim", "cosine", "dot"]),
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4), st.lists(st.integers(1, 6), min_size=1, max_size=5),
     st.data(),
-)
+)  # fmt: skip
 def test_a_similarity_follows_its_definition(
     similarity: str, queries: list[int], documents: list[int], data: st.DataObject
 ) -> None:
