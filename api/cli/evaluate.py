@@ -4,9 +4,10 @@ Source: BEIR (Thakur et al. 2021, arXiv 2104.08663), https://github.com/beir-cel
 
 import asyncio
 import json
+import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ _FILE = click.Path(exists=True, dir_okay=False)
 _MEASURES = ("nDCG@10", "RR", "R@100")
 
 # Relevance by query and document; 0 and below is not relevant.
-Grades = Mapping[str, Mapping[str, float]]
+Grades = Mapping[str, Mapping[str, int]]
 Judgements = Mapping[str, Mapping[str, bool]]
 # Scores by query and document.
 Run = dict[str, dict[str, float]]
@@ -97,6 +98,9 @@ def evaluate(
         work = _work(grades, asked, texts, candidates, values["depth"])
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
+    judged = {query: each for query, each in grades.items() if query in asked}
+    # A measure that cannot be computed is told before documents are ranked.
+    measure(judged, {query: {ids[0]: 0.0} for query, ids in work})
     progress.total = sum(len(ids) for _, ids in work)
     progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
     try:
@@ -109,7 +113,7 @@ def evaluate(
     if values["run_file"] is not None:
         _write(ranked, values["run_file"])
     # Documents that are no candidates count as ranked last.
-    found = measure({query: each for query, each in grades.items() if query in asked}, ranked)
+    found = measure(judged, ranked)
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -118,9 +122,9 @@ def evaluate(
         click.echo(f"{name:<10} {value:.4f}")
 
 
-def _measuring(names: tuple[str, ...]) -> Any:
+def _measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, float]]:
     """Returns a function that measures a run. Raises click.ClickException without ir_measures, and for an
-    unknown measure."""
+    unknown measure; so does the function for one that cannot be computed."""
     try:
         import ir_measures
     except ImportError:
@@ -129,13 +133,19 @@ def _measuring(names: tuple[str, ...]) -> Any:
         measures = [ir_measures.parse_measure(name) for name in names]
     except (ValueError, NameError, SyntaxError) as error:
         raise click.UsageError(f"ir_measures knows no such measure: {error}") from error
+    for measure in measures:
+        # trec_eval ends the process.
+        if measure.params.get("cutoff", 1) < 1:
+            raise click.UsageError(f"the cutoff of {measure} must be at least 1")
 
-    def measure(grades: Grades, ranked: Run) -> dict[str, float]:
-        qrels = {query: {id_: int(grade) for id_, grade in of.items()} for query, of in grades.items()}
-        found = ir_measures.calc_aggregate(measures, qrels, ranked)
+    def measured(grades: Grades, ranked: Run) -> dict[str, float]:
+        try:
+            found = ir_measures.calc_aggregate(measures, grades, ranked)
+        except Exception as error:  # any package may compute it
+            raise click.ClickException(f"ir_measures cannot compute a --measure: {error}") from error
         return {str(name): float(found[name]) for name in measures}
 
-    return measure
+    return measured
 
 
 def _work(
@@ -322,9 +332,9 @@ def read_texts(path: str) -> dict[str, str]:
             continue
         try:
             record = json.loads(line)
-            title = record.get("title") or ""
-            texts[str(record["_id"])] = f"{title} {record['text']}".strip()
-        except (ValueError, KeyError, AttributeError):
+            parts = (record.get("title") or "", record["text"])
+            texts[str(record["_id"])] = " ".join(parts).strip()
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f'{path}, line {number}: this is no {{"_id": ..., "text": ...}}') from None
     return texts
 
@@ -338,19 +348,22 @@ def read_judgements(path: str) -> Judgements:
 
 
 def read_grades(path: str) -> Grades:
-    """Grades from lines of query, document and number, or TREC's four; the first may be a heading. Raises
-    ValueError with the number of a wrong line."""
-    judged: dict[str, dict[str, float]] = {}
+    """Grades from lines of query, document and whole number, or TREC's four; the first may be a heading.
+    Raises ValueError with the number of a wrong line."""
+    judged: dict[str, dict[str, int]] = {}
     for number, line in _lines(path):
-        fields = line.split()
+        fields = [each.strip() for each in line.strip().split("\t")]
+        if len(fields) not in (3, 4):
+            fields = line.split()
         try:
             grade = float(fields[-1])
-            query, document = (fields[0], fields[-2]) if len(fields) in (3, 4) else fields
-        except (ValueError, IndexError):
+        except ValueError:
             if number == 1:
                 continue
-            raise ValueError(f"{path}, line {number}: this is no query, document and number") from None
-        judged.setdefault(query, {})[document] = grade
+            grade = math.nan
+        if len(fields) not in (3, 4) or not grade.is_integer():
+            raise ValueError(f"{path}, line {number}: this is no query, document and whole number")
+        judged.setdefault(fields[0], {})[fields[-2]] = int(grade)
     return judged
 
 

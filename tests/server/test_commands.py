@@ -205,7 +205,6 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
         options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
         return CliRunner().invoke(main, ["eval", bge, *FLOAT32, *options, *more])
 
-    texts = [each["text"] for each in documents]
     scores = {each["_id"]: small_engine.score(each["text"], texts).scores for each in queries}
     by_hand = {name: {f"d{j}": score for j, score in enumerate(of)} for name, of in scores.items()}
     measures = [ir_measures.nDCG @ 10, ir_measures.RR, ir_measures.R @ 100]
@@ -220,7 +219,10 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
     of_best = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
     assert json.loads(of_best.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
     assert "compare their ids" in evaluated(judged="other.txt").stderr
-    assert "ir_measures knows no such measure" in evaluated("--measure", "nope", judged="other.txt").stderr
+    told = {"nope": "no such", "P@0": "at least 1", "RBP@10": "Unsupported", "INSQ": "invalid param"}
+    for name, reason in told.items():
+        refused = evaluated("--measure", name).stderr
+        assert (reason in refused, "Loading" in refused) == (True, False), refused
 
 
 def drawn(seed: int) -> Image.Image:
