@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
 from maxsimd.engine.checkpoint.weights import read_tensors, tensor_names
 from maxsimd.engine.config import ScoreType
 
@@ -18,6 +18,8 @@ MINICPM, COST_WISE = "LayerWiseMiniCPMForCausalLM", "CostWiseGemmaForCausalLM"
 LAYERWISE = (MINICPM, COST_WISE)
 JINA_V5 = "JinaEmbeddingsV5Model"
 JINA_M0 = "JinaVLForRanking"
+# Stanford's ColBERT: a projection beside the encoder, and settings of its own.
+STANFORD, STANFORD_PROJECTION = "HF_ColBERT", "linear.weight"
 COLPALI, COLQWEN2 = "ColPaliForRetrieval", "ColQwen2ForRetrieval"
 COLMODERNVBERT = "ColModernVBertForRetrieval"
 # Bare ones are taken for rerankers: nothing in a checkpoint tells monoT5 from the T5 that it was made from.
@@ -39,6 +41,8 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
     their number of labels."""
     named = files.config.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
+    if first != STANFORD and _is_of_stanford(model, revision, files):
+        return replace(files, config=files.config | {"architectures": [STANFORD]}, is_restated=True)
     if isinstance(first, str) and (files.modules or not first.endswith(_HEADLESS)):
         return files
     folder = "" if files.config_at_root else f"{files.modules[0].get('path', '')}/"
@@ -58,6 +62,27 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
     if not said or (isinstance(first, str) and not said["architectures"][0].endswith(_CLASSIFIER)):
         return files
     return replace(files, config=files.config | said, is_restated=files.config_at_root)
+
+
+def _is_of_stanford(model: str, revision: str | None, files: CheckpointFiles) -> bool:
+    """Whether a checkpoint has the settings and the projection of Stanford's ColBERT, whose own code reads
+    both whatever class is named."""
+    if not files.config_at_root or saved_for_late_interaction(files):
+        return False
+    if find_file(model, "artifact.metadata", revision) is None:
+        return False
+    try:
+        return STANFORD_PROJECTION in tensor_names(model, revision)
+    except Exception:  # what is wrong with the weights is said where they are read
+        return False
+
+
+def follow_stanford(files: CheckpointFiles) -> CheckpointFiles:
+    """The files of a checkpoint that is scored by late interaction. Stanford's ColBERT has no modules where
+    those in modules.json are not for late interaction: they would leave its projection and settings out."""
+    if files.architecture != STANFORD or not files.config_at_root or saved_for_late_interaction(files):
+        return files
+    return replace(files, modules=[], is_restated=files.is_restated or bool(files.modules))
 
 
 def _class_of(config: dict[str, Any], names: Set[str]) -> Any:
@@ -153,15 +178,18 @@ def _pools(files: CheckpointFiles) -> bool:
 
 
 def is_late_interaction(files: CheckpointFiles) -> bool:
-    """Whether the checkpoint was saved for late interaction. Early PyLate saves have no model_type, but
-    settings and modules of their own."""
+    """Whether the checkpoint is for late interaction, by its settings or by its class."""
+    return saved_for_late_interaction(files) or files.architecture == STANFORD or is_visual(files)
+
+
+def saved_for_late_interaction(files: CheckpointFiles) -> bool:
+    """Whether sentence-transformers or PyLate saved the checkpoint for late interaction. Early PyLate saves
+    have no model_type, but settings and modules of their own."""
     settings = files.sentence_transformers
     return (
         settings.get("model_type") in ("MultiVectorEncoder", "ColBERT")
         or "query_prefix" in settings
         or ("model_type" not in settings and _is_of_pylate(files))
-        or files.architecture == "HF_ColBERT"
-        or is_visual(files)
     )
 
 
@@ -262,7 +290,7 @@ SUPPORTED = (
     Kind((LISTWISE,), ("listwise",), "jina-reranker-v3"),
     Kind((JINA_M0,), (CROSS,), "jina-reranker-m0, texts and pictures"),
     Kind(RETRIEVAL, (LATE,), "texts, and pages as pictures"),
-    Kind(("HF_ColBERT",), (LATE,), "Stanford ColBERT saves"),
+    Kind((STANFORD,), (LATE,), "Stanford ColBERT saves"),
     Kind(("*ForSequenceClassification",), (CROSS,), "with transformers alone or as CrossEncoder saves"),
     Kind(
         ("*ForCausalLM",),

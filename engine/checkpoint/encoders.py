@@ -12,6 +12,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
+from maxsimd.engine.checkpoint.detect import STANFORD
 from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
 from maxsimd.engine.checkpoint.heads import FirstColumns, GivenRows, ModuleHead
 from maxsimd.engine.checkpoint.model import SPARSE_EMBED, Expansion, RoleRules, Task
@@ -227,7 +228,7 @@ def _refuse_random_projection(path: str, files: CheckpointFiles, modules: list[A
     a checkpoint without."""
     named = sum(str(module.get("type", "")).endswith("Dense") for module in files.modules)
     made = sum(isinstance(module, Dense) for module in modules)
-    if made > named and files.architecture != "HF_ColBERT":
+    if made > named and (files.modules or files.architecture != STANFORD):
         where = "modules.json" if files.modules else "config_sentence_transformers.json"
         raise ModelLoadError(
             f"{where} of {path!r} is for late interaction without a projection, and sentence-transformers "

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class CheckpointFiles:
     """The small files that describe a checkpoint. `config_at_root` is False if only a module's folder has a
     config.json. `modules` are sentence-transformers', those of all routes of a Router. With `is_restated` the
-    config says more than its file, which the libraries must be told too."""
+    config says more than its file, or modules.json is not followed, which the libraries must be told too."""
 
     config: dict[str, Any]
     sentence_transformers: dict[str, Any]

@@ -24,8 +24,10 @@ from maxsimd.engine.checkpoint.detect import (
     LISTWISE,
     LLAMA_RERANKER,
     RETRIEVAL,
+    STANFORD,
     answers_in_words,
     detect_score_type,
+    follow_stanford,
     is_language_model,
     is_late_interaction,
     is_visual,
@@ -94,7 +96,7 @@ from maxsimd.engine.models.lfm2 import replace_short_convolutions
 log = logging.getLogger(__name__)
 # The first parts of the names of tensors that are read apart from the backbone, by architecture: the
 # projections of ColBERT and of the listwise model.
-_READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
+_READ_APART = {STANFORD: frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
 # The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
 _PROJECTION = "custom_text_proj"
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
@@ -147,6 +149,8 @@ def _load_whole(
         _refuse_too_many_layers(path, read_config.config)
         files = with_architecture(path, config.revision, read_config)
     score_type = _score_type(config, files)
+    if score_type is ScoreType.LATE_INTERACTION:
+        files = follow_stanford(files)
     layers = find_layers(path, config.revision, files)
     read = readable(path, files, layers, score_type, config.allow_pickle)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
@@ -182,7 +186,9 @@ def _load_whole(
             parts = with_layers(path, parts, read, score_type)
             parts["unread"] = tuple(sorted(layers[name].name for name in layers.keys() - read.keys()))
             if files.architecture in COLPALI_ENGINE and adapter is None:
-                _check_projection(path, config.revision, parts)
+                _check_projection(path, config.revision, _PROJECTION, parts)
+            if files.architecture == STANFORD and files.modules and parts["score_task"] == "token_embed":
+                _check_projection(path, config.revision, "linear", parts)
             model = _complete(config, score_type, files, parts)
             _check_direction(path, files, model.causal, config.trust_remote_code)
     except ModelLoadError:
@@ -333,23 +339,22 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _check_projection(path: str, revision: str | None, parts: dict[str, Any]) -> None:
-    """Raises ModelLoadError where the modules lack the projection of a colpali-engine model, or differ."""
+def _check_projection(path: str, revision: str | None, projection: str, parts: dict[str, Any]) -> None:
+    """Raises ModelLoadError where the modules lack the projection of a colpali-engine model or of Stanford's
+    ColBERT, or differ."""
     modules = modules_of(parts["tasks"][parts["score_task"]].head)
     dense = [module for module in modules if isinstance(module, Dense)]
     if not dense:
         raise ModelLoadError(
-            f"{path!r} has no module for its projection {_PROJECTION}, which would be left out"
+            f"{path!r} has no module for its projection {projection}, which would be left out"
         )
     linear = dense[0].linear
-    for name, tensor in read_tensors(path, revision, f"{_PROJECTION}.").items():
+    for name, tensor in read_tensors(path, revision, f"{projection}.").items():
         ours = linear.weight if name == "weight" else linear.bias
         if ours is None or ours.shape != tensor.shape:
-            raise ModelLoadError(f"{path!r} has modules that do not fit its projection {_PROJECTION}.{name}")
+            raise ModelLoadError(f"{path!r} has modules that do not fit its projection {projection}.{name}")
         if not torch.allclose(ours.float().cpu(), tensor.float(), atol=1e-2, rtol=1e-2):
-            raise ModelLoadError(
-                f"{path!r} has modules with another projection than its {_PROJECTION}.{name}"
-            )
+            raise ModelLoadError(f"{path!r} has modules with another projection than its {projection}.{name}")
 
 
 def _take_mask_away(model: torch.nn.Module) -> None:
@@ -448,7 +453,7 @@ def refuse_unsupported(
     is_retrained = files.config_at_root and language_model_translation(files.config) is not None
     if not trust_remote_code and not is_retrained and runs_as(files) not in CONFIG_MAPPING:
         raise ModelLoadError(_unknown_type(model, files))
-    read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
+    read_apart = files.architecture in (LISTWISE, JINA_M0, STANFORD) or is_visual(files)
     if format_of(model, files) is not None and read_apart:
         raise ModelLoadError(
             f"the weights of {model!r} are quantized, which is not carried out for a {files.architecture}; "

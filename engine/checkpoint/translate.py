@@ -64,8 +64,9 @@ def in_transformers_terms(
         assert translate is not None
         config = {name: value for name, value in translate(config).items() if name != "auto_map"}
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+        left_out = ("config.json",) if files.modules else ("config.json", "modules.json")
         for entry in source.iterdir():
-            if entry.name != "config.json":
+            if entry.name not in left_out:
                 (Path(folder) / entry.name).symlink_to(entry.resolve())
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         if of_language_model is not None:

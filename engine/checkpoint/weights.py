@@ -306,6 +306,8 @@ def _refuse_misfit(
     if listed:
         prefix = _extra_prefix(missing, unexpected)
         remedy = f"; their names begin with {prefix!r}: save the model without it" if prefix else ""
+        if not remedy and unexpected == ["linear.weight"]:
+            remedy = '; set architectures to ["HF_ColBERT"] in its config.json if it is a ColBERT'
         raise ModelLoadError(f"the tensors of {path!r} do not fit {type(model).__name__}: {listed}{remedy}")
 
 

@@ -40,13 +40,8 @@ def bge(folder: Path) -> str:
 
 
 def gte(folder: Path) -> str:
-    """thenlper/gte-base: the mean, normalized, without prompts."""
+    """thenlper/gte-base: the mean, normalized, without prompts, as intfloat/e5-base-v2's files say."""
     return saved_pooled(_bert(folder), "mean", Normalize())
-
-
-def e5(folder: Path) -> str:
-    """intfloat/e5-base-v2: the same; its card asks for prefixes that its files do not name."""
-    return gte(folder)
 
 
 def without_prompt(folder: Path) -> str:

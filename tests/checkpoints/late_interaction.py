@@ -54,13 +54,9 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     return weights.save_own(model, folder / "saved")
 
 
-def pooled(folder: Path) -> str:
-    """The same with a module that merges documents' tokens."""
-    return native(folder, token_pooling=True)
-
-
 def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
-    """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model."""
+    """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model.
+    lightonai/LateOn has its later one, with the `model_type` ColBERT."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = wordpiece()
     tokenizer.add_tokens(["[Q] ", "[D] "])
@@ -90,11 +86,6 @@ def save_as_pylate(folder: Path, model_type: str | None, longest: int, document_
     named = {} if model_type is None else {"model_type": model_type}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings | named))
     return str(folder)
-
-
-def pylate_v3_modernbert(folder: Path) -> str:
-    """lightonai/LateOn: PyLate's later format, which names the type of model."""
-    return pylate_modernbert(folder, "ColBERT")
 
 
 def jina_colbert_v2(folder: Path) -> str:

@@ -28,6 +28,13 @@ def settings(file: str = "config.json", **values: Any) -> Edit:
     return edit
 
 
+OF_TEXTS, OF_ALL = "sentence_bert_config.json", "config_sentence_transformers.json"
+
+
+def reads(**text: Any) -> Edit:
+    return settings(OF_TEXTS, processing_kwargs={"text": text})
+
+
 def without_settings(*names: str, file: str = "config.json") -> Edit:
     def edit(folder: Path) -> None:
         config = json.loads((folder / file).read_text())

@@ -45,7 +45,7 @@ from tests.checkpoints import (
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.checkpoints.tokenizers import WORDS
 from tests.parity import changes
-from tests.parity.changes import Build, Edit, added, refusal, removed, renamed, settings, tensors, written
+from tests.parity.changes import OF_ALL, Build, Edit, added, refusal, removed, settings, tensors, written
 from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, LISTWISE, Family
 from tests.parity.selection import families, with_default
@@ -484,19 +484,16 @@ _DAMAGED: list[Case] = [
 ]  # fmt: skip
 
 
-_OF_TEXTS, _OF_ALL = "sentence_bert_config.json", "config_sentence_transformers.json"
-
-
-def _reads(**text: Any) -> Edit:
-    return settings(_OF_TEXTS, processing_kwargs={"text": text})
-
-
 _MODULES, _TWICE = cross_encoders.scored_by_modules, "{{ messages[0].content }} {{ messages[0].content }}"
+_TRANSFORMER = "sentence_transformers.models.Transformer"
 _RESIDUAL = partial(bi_encoders.bert, behind="a residual")
 _SETTINGS: list[Case] = [
     (_BERT, None, {"score_label": "yes"}, "for classifiers of several labels"),
     (partial(_BERT, labels=2), None, {"score_label": "yes"}, "one of: LABEL_0, LABEL_1"),
     (late_interaction.pylate_modernbert, _without_dense, {}, "modules.json .* would add a random one"),
+    (late_interaction.stanford,
+     _both(written("modules.json", json.dumps([{"name": "0", "path": "", "type": _TRANSFORMER}])),
+           written(OF_ALL, '{"query_prefix": ""}')), {}, "no module for its projection linear"),
     # Adapters are woven into its weights, and its code is not run.
     (late_interaction.jina_colbert_v2, settings(lora_adaptations=["retrieval.query"]), {},
      "jina-embeddings-v3-hf"),
@@ -514,11 +511,11 @@ _SETTINGS: list[Case] = [
      r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
     (_BERT, settings(sbert_ce_default_activation_function="mypkg.Act"), {}, r"config\.json .*'mypkg\.Act'"),
     (_BERT, settings(num_hidden_layers=10**6), {}, "config.json of .* num_hidden_layers to 1,000,0"),
-    (_MODULES, settings(_OF_ALL, activation_fn="transformers.activations.No"), {},
+    (_MODULES, settings(OF_ALL, activation_fn="transformers.activations.No"), {},
      "activations.No', which cannot be imported"),
-    (bi_encoders.gte, _reads(stride=4), {}, r"processing_kwargs\.text\.stride to 4"),
-    (bi_encoders.gte, _reads(truncation="only_second"), {}, r"truncation to 'only_second'"),
-    (bi_encoders.gte, settings(_OF_TEXTS, query_expansion={"strategy": "fixed", "length": 8}), {},
+    (bi_encoders.gte, changes.reads(stride=4), {}, r"processing_kwargs\.text\.stride to 4"),
+    (bi_encoders.gte, changes.reads(truncation="only_second"), {}, r"truncation to 'only_second'"),
+    (bi_encoders.gte, settings("sentence_bert*", query_expansion={"strategy": "fixed", "length": 8}), {},
      "query_expansion, which is for late interaction"),
     (partial(bi_encoders.bert, behind="a layer norm"), None, {"score_type": "late-interaction"},
      "LayerNorm for pooled vectors"),
@@ -530,7 +527,7 @@ _SETTINGS: list[Case] = [
     (_RESIDUAL, settings("*_Dense/config.json", module_output_name="scores"), {},
      "sets module_output_name to 'scores'"),
     (bi_encoders.qwen3_in_chat, written("chat_template.jinja", _TWICE), {}, "chat template"),
-    (bi_encoders.gte, added("linear.weight", torch.ones(2, 128)), {}, "unexpected: linear.weight"),
+    (bi_encoders.gte, added("linear.weight", torch.ones(2, 128)), {}, r"unexpected: linear.weight; .*HF_C"),
     *[
         (build, edit, {}, f"{message}.*, which is not supported; leave it out")
         for build, edit, message in (
@@ -538,7 +535,7 @@ _SETTINGS: list[Case] = [
              "sets split_special_tokens to true"),
             (bi_encoders.gte, settings(position_embedding_type="relative_key"),
              'position_embedding_type to "rel'),
-            (bi_encoders.gte, settings(_OF_TEXTS, tokenizer_name_or_path="a"), "tokenizer_name_or_path to"),
+            (bi_encoders.gte, settings("sentence_bert*", tokenizer_name_or_path="a"), "tokenizer_name_or"),
             (late_interaction.stanford, settings("artifact.metadata", similarity="l2"), 'similarity to "l2"'),
         )
     ],
@@ -754,22 +751,19 @@ async def test_a_text_that_gives_nan_is_named_with_the_precision(changed: Change
 
 
 def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written("config.json", '{"model_type": "nothing", "architectures": ["NothingModel"]}')(tmp_path)
-    message = refusal(tmp_path)
+    def said(kind: str, **more: Any) -> str:
+        written("config.json", json.dumps({"model_type": kind} | more))(tmp_path)
+        return refusal(tmp_path)
+
+    message = said("nothing", architectures=["NothingModel"])
     assert "NothingModel" in message
-    written("config.json", '{"model_type": "newer", "auto_map": {"AutoModel": "modeling.NewModel"}}')(
-        tmp_path
-    )
-    assert re.search(r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')", refusal(tmp_path))
     assert all(name in message for row in SUPPORTED for name in row.architectures if name != "*")
+    newer = said("newer", auto_map={"AutoModel": "modeling.NewModel"})
+    assert re.search(r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')", newer)
     monkeypatch.setattr("maxsimd.engine.checkpoint.library.CONFIG_MAPPING", {})
-    version = re.escape(transformers.__version__)
-    config = {"model_type": "gte", "architectures": ["GteModel"], "rope_theta": 1e4}
-    written("config.json", json.dumps(config))(tmp_path)
-    assert re.search(f"'gte', which transformers {version} does not have", refusal(tmp_path))
-    config = {"model_type": "new", "architectures": ["NewModel"], "auto_map": {}}
-    written("config.json", json.dumps(config))(tmp_path)
-    assert re.search(f"read as 'gte'; transformers {version} does not.*newer one", refusal(tmp_path))
+    here = f"transformers {re.escape(transformers.__version__)} does not"
+    assert re.search(f"'gte', which {here} have", said("gte", architectures=["GteModel"], rope_theta=1e4))
+    assert re.search(f"read as 'gte'; {here}.*newer", said("new", architectures=["NewModel"], auto_map={}))
 
 
 # Checkpoints with code of their own: their tensor beside its names in transformers, which messages may use.
@@ -783,7 +777,7 @@ _RENAMED = {
 
 
 DAMAGES = {
-    "renamed": renamed, "missing": changes.dropped, "of another shape": changes.with_another_row,
+    "renamed": changes.renamed, "missing": changes.dropped, "of another shape": changes.with_another_row,
     "with a NaN": changes.not_finite,
 }  # fmt: skip
 

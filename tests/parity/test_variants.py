@@ -1,6 +1,7 @@
 """Scores equal the reference in whatever way a checkpoint of a proven family is set, stored, meant or run."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +34,10 @@ from tests.checkpoints import (
 )
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.checkpoints.tokenizers import WORDS
+from tests.checkpoints.weights import save_module_list, save_modules
 from tests.engines import Engines
-from tests.parity import plain_models, references
-from tests.parity.changes import Build, Edit, added, converted, settings, without_settings
+from tests.parity import changes, plain_models, references
+from tests.parity.changes import OF_ALL, OF_TEXTS, Build, Edit, added, converted, reads, settings
 from tests.parity.conftest import Changed
 from tests.parity.families import dequantised
 from tests.parity.selection import with_names
@@ -61,12 +63,15 @@ class Variant:
     documents: tuple[str, ...] = ()
 
 
-def _merged(path: str) -> str:
-    return str(Path(path).parent / "merged")
+def _beside(name: str) -> Callable[[str], str]:
+    return lambda path: str(Path(path).parent / name)
 
 
-def _original(path: str) -> str:
-    return str(Path(path).parent / "hf")
+_merged, _original = _beside("merged"), _beside("hf")
+
+
+def _copied(folder: Path) -> None:
+    shutil.copytree(folder, _original(str(folder)))
 
 
 def _sigmoids(path: str, queries: list[str], documents: list[str]) -> Any:
@@ -126,13 +131,6 @@ def _by_library(path: str, queries: list[str], documents: list[str], kind: type[
     return model.similarity_pairwise(*encoded).numpy()
 
 
-_OF_TEXTS, _OF_ALL = "sentence_bert_config.json", "config_sentence_transformers.json"
-
-
-def _reads(**text: Any) -> Edit:
-    return settings(_OF_TEXTS, processing_kwargs={"text": text})
-
-
 _SHORT = settings("tokenizer_config.json", model_max_length=60)
 _LEFT = settings("tokenizer_config.json", truncation_side="left")
 _LATE = {"score_type": "late-interaction"}
@@ -163,6 +161,7 @@ _TEMPLATES = {
 _EOS = "<|im_end|>"
 _ENDING = (f"in the reeds{_EOS}", f"in{_EOS} the reeds", f"by the thousand {_EOS}{_EOS}{_EOS}", "late", _EOS)
 _PADDED = ("in <pad> the reeds", "<pad><pad> by the thousand", "late in the year", "<pad>")
+_TRANSFORMER = {"": "sentence_transformers.models.Transformer"}
 _PROMPTS = settings("config_sentence_transformers.json", **cross_encoders.PROMPTS)
 
 
@@ -232,6 +231,16 @@ VARIANTS = [
     Variant("bge-m3, layers converted", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
             {"score_type": "hybrid", "hybrid_weights": "1,0.5,2"}, (converted,)),
     Variant("sums of weights", sparse_encoders.splade_sum, references.sparse_encoder),
+    # colbert-ai reads these, whatever class or modules are named, by their metadata and projection.
+    *(
+        Variant(f"Stanford ColBERT, {said}", late_interaction.stanford, references.multi_vector,
+                edits=(_copied, edit), weights=_original, documents=DOCUMENTS)
+        for said, edit in {
+            "its transformer a module": partial(save_module_list, kinds=_TRANSFORMER),
+            "pooled by modules": partial(save_modules, pooling="mean"),
+            "no class": settings(architectures=None), "of a base": settings(architectures=["BertModel"]),
+        }.items()
+    ),
     Variant("token pooling", late_interaction.stanford, partial(_late, pooling=HierarchicalTokenPooling(2.0)),
             {"doc_token_pooling": 2}),
     Variant("fewer dimensions", late_interaction.stanford, partial(_late, dimensions=16), {"dimensions": 16}),
@@ -308,7 +317,7 @@ VARIANTS = [
         for said, edit, options in (
             ("null", settings(architectures=None), {}),
             ("empty", settings(architectures=[]), {}),
-            ("absent", without_settings("architectures"), {"score_type": "cross-encoder"}),
+            ("absent", changes.without_settings("architectures"), {"score_type": "cross-encoder"}),
             ("a string", settings(architectures="BertForSequenceClassification"), {}),
             ("of the base", settings(architectures=["BertModel"]), {}),
             ("of another head", settings(architectures=["BertForMaskedLM"]), {}),
@@ -328,7 +337,7 @@ VARIANTS = [
     # Settings in files of sentence-transformers.
     # Lengths and truncation. Each setting by default of one kind.
     *(
-        _saved(f"texts: {', '.join(said)} of {name}", build, kind, (_reads(**said), *edits),
+        _saved(f"texts: {', '.join(said)} of {name}", build, kind, (reads(**said), *edits),
                exhaustive=i != j)
         for i, (name, build, kind) in enumerate([
             ("a bi-encoder", bi_encoders.gte, SentenceTransformer),
@@ -338,15 +347,15 @@ VARIANTS = [
         for j, (said, edits) in enumerate([
             ({"add_special_tokens": False}, ()),
             ({"max_length": 20}, ()),
-            ({"truncation": False}, (settings(_OF_TEXTS, max_seq_length=24),)),
+            ({"truncation": False}, (settings(OF_TEXTS, max_seq_length=24),)),
         ])
     ),
     _saved("pairs without special tokens, transformers' activation", cross_encoders.scored_by_modules,
-         CrossEncoder, (_reads(add_special_tokens=False), settings(_OF_ALL, activation_fn=_GELU))),
+         CrossEncoder, (reads(add_special_tokens=False), settings(OF_ALL, activation_fn=_GELU))),
     _saved("lengths of roles, cut on the left", bi_encoders.gte,
-         edits=(_LEFT, settings(_OF_TEXTS, query_length=8, document_length=16))),
+         edits=(_LEFT, settings(OF_TEXTS, query_length=8, document_length=16))),
     _saved("a length below those of roles, cut on the left", late_interaction.native, MultiVectorEncoder,
-         (_LEFT, settings(_OF_TEXTS, max_seq_length=20))),
+         (_LEFT, settings(OF_TEXTS, max_seq_length=20))),
     _saved("a length beyond the tokenizer's, transformers' activation", late_interaction.native,
          MultiVectorEncoder, (settings("tokenizer_config.json", model_max_length=40),
                               settings("1_Dense/config.json", activation_function=_GELU))),
@@ -367,11 +376,11 @@ VARIANTS = [
                prompts={"query": "Represent it: "})),
     _saved("residuals, late", _bert(behind="residuals"), MultiVectorEncoder, options=_LATE),
     *(_saved(f"{name} of sparse vectors", sparse_encoders.splade, SparseEncoder,
-           (settings(_OF_ALL, similarity_fn_name=name),), exhaustive=name == "euclidean")
+           (settings(OF_ALL, similarity_fn_name=name),), exhaustive=name == "euclidean")
       for name in ("cosine", "euclidean", "manhattan")),
     # Signs of the kind of a checkpoint, and tensors that are left out.
     _saved("PyLate without its prefixes", late_interaction.pylate_modernbert, MultiVectorEncoder,
-         (without_settings("query_prefix", "document_prefix", file=_OF_ALL),)),
+         (changes.without_settings("query_prefix", "document_prefix", file=OF_ALL),)),
     _saved("buffers and a loss", bi_encoders.sgpt,
          edits=tuple(added(name, torch.ones(4)) for name in
                      ("h.0.attn.attention.bias", "h.0.attn.attention.masked_bias", "loss_fct.weight"))),
@@ -381,7 +390,7 @@ VARIANTS = [
       for i, (name, template) in enumerate(_TEMPLATES.items())
       for j, build in enumerate((language_models.zerank_2, cross_encoders.qwen3_in_chat))),
     _saved("a pair without its end", language_models.zerank_2, CrossEncoder,
-         (_SHORT, settings(_OF_TEXTS, processing_kwargs={"chat_template": {"restore_suffix": False}}))),
+         (_SHORT, settings(OF_TEXTS, processing_kwargs={"chat_template": {"restore_suffix": False}}))),
 ]  # fmt: skip
 
 
@@ -470,7 +479,7 @@ async def test_equal_scores_are_ranked_by_their_logits(changed: Changed) -> None
 
 
 async def test_labels_are_those_of_the_weights(three_label_classifier: str, changed: Changed) -> None:
-    edits = settings(architectures=None), without_settings("id2label", "label2id")
+    edits = settings(architectures=None), changes.without_settings("id2label", "label2id")
     for path in (three_label_classifier, changed(partial(cross_encoders.bert, labels=3), *edits)):
         async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
             with pytest.raises(InvalidRequestError, match=r"3 labels.*LABEL_0, LABEL_1.*option score_label"):

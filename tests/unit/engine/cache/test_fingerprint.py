@@ -167,7 +167,8 @@ class Given:
 @pytest.fixture(scope="module")
 def loaded(checkpoints: SharedCheckpoints) -> Given:
     """A model with a head of weights, a skip list and token merging, but few words, since all are read."""
-    config = EngineConfig(model=checkpoints(late_interaction.pooled), dtype="float32")
+    pooled = functools.partial(late_interaction.native, token_pooling=True)
+    config = EngineConfig(model=checkpoints(pooled), dtype="float32")
     model = load_model(config, torch.device("cpu"))
     backbone: Any = model.backbone
     backbone.embeddings.word_embeddings = torch.nn.Embedding(2, 64)

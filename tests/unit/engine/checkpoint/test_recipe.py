@@ -34,7 +34,7 @@ from tests.exhaustive import exhaustive
 CPU = torch.device("cpu")
 
 WITH_RECIPES = [
-    bi_encoders.e5, partial(cross_encoders.bert, labels=3), cross_encoders.xlm_roberta,
+    bi_encoders.gte, partial(cross_encoders.bert, labels=3), cross_encoders.xlm_roberta,
     late_interaction.stanford, late_interaction.native,
     *exhaustive(cross_encoders.ms_marco_minilm, cross_encoders.roberta),
 ]  # fmt: skip
