@@ -131,6 +131,8 @@ def gte(config: Config) -> Config:
             "logn_attention_scale": False,
         },
     )
+    if "NewForMaskedLM" in (config.get("architectures") or []):
+        _require(config, {"hidden_act": "gelu"})  # of transformers' output layer, whatever the config says
     theta = float(config["rope_theta"])
     rope: Config = {"rope_type": "default", "rope_theta": theta}
     scaling = config.get("rope_scaling")
@@ -143,10 +145,11 @@ def gte(config: Config) -> Config:
         dims = config["hidden_size"] // config["num_attention_heads"]
         rope = {"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / dims)}
     rest = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    return rest | {"model_type": "gte", "rope_parameters": rope, "tie_word_embeddings": False}
+    return rest | {"model_type": "gte", "rope_parameters": rope}
 
 
 _NEW_DEFAULTS: Config = {
+    "tie_word_embeddings": True,
     "vocab_size": 30528,
     "hidden_size": 768,
     "num_hidden_layers": 12,

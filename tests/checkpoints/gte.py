@@ -9,7 +9,7 @@ from tests.checkpoints.tokenizers import WORDS, wordpiece, xlm_roberta
 from tests.checkpoints.weights import SIZES, RandomTensors, save, save_modules
 
 _CODE = "Alibaba-NLP/new-impl--"
-_CONFIG: dict[str, Any] = SIZES | {
+CONFIG: dict[str, Any] = SIZES | {
     "attention_probs_dropout_prob": 0.0,
     "auto_map": {
         "AutoConfig": f"{_CODE}configuration.NewConfig",
@@ -56,7 +56,7 @@ def snowflake(folder: Path) -> str:
 def english(folder: Path, types: int = 2) -> str:
     """Alibaba-NLP/gte-large-en-v1.5: BERT's tokenizer, and learned types of tokens, or none as the base."""
     wordpiece().save_pretrained(folder)
-    config = _CONFIG | {
+    config = CONFIG | {
         "architectures": ["NewModel"], "pad_token_id": 0, "rope_scaling": {"factor": 2.0, "type": "ntk"},
         "rope_theta": 500000, "type_vocab_size": types, "vocab_size": WORDS + 8,
     }  # fmt: skip
@@ -65,7 +65,7 @@ def english(folder: Path, types: int = 2) -> str:
 
 
 def _sentencepiece(folder: Path) -> dict[str, Any]:
-    return _CONFIG | {"vocab_size": xlm_roberta(folder)}
+    return CONFIG | {"vocab_size": xlm_roberta(folder)}
 
 
 def _backbone(config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:

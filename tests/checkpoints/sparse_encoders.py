@@ -1,5 +1,6 @@
 """Sparse encoders, as they are published."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
+from tests.checkpoints import gte
 from tests.checkpoints.cross_encoders import MODERNBERT
 from tests.checkpoints.tokenizers import WORDS, wordpiece
 from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
-from tests.checkpoints.weights import save_own, sizes_of, spread
+from tests.checkpoints.weights import save, save_own, sizes_of, spread
 
 
 def _backbone(folder: Path, kind: str, size: int = WORDS, bias: float = -3.5, **settings: Any) -> Path:
@@ -33,9 +35,9 @@ def _saved(folder: Path, pooling: SpladePooling, **options: Any) -> str:
     return save_own(SparseEncoder(modules=[transformer, pooling], device="cpu", **options), folder / "saved")
 
 
-def splade(folder: Path, decoder: bool = False) -> str:
-    """naver/splade-v3: BERT's masked words, the greatest weights."""
-    return _written(_saved(_backbone(folder, "bert"), SpladePooling("max")), decoder)
+def splade(folder: Path, decoder: bool = False, strategy: Any = "max") -> str:
+    """naver/splade-v3: BERT's masked words, the greatest weights; the first naver/splade has their sum."""
+    return _written(_saved(_backbone(folder, "bert"), SpladePooling(strategy)), decoder)
 
 
 def _written(path: str, decoder: bool) -> str:
@@ -47,11 +49,6 @@ def _written(path: str, decoder: bool) -> str:
         tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
         save_file(tensors, file, metadata={"format": "pt"})
     return path
-
-
-def splade_sum(folder: Path) -> str:
-    """naver/splade, the first: the sum of weights."""
-    return _saved(_backbone(folder, "bert"), SpladePooling("sum"))
 
 
 def splade_heaviest(folder: Path, decoder: bool = False) -> str:
@@ -68,7 +65,27 @@ def plain(folder: Path, decoder: bool = False) -> str:
 
 def opensearch_v3(folder: Path) -> str:
     """opensearch-neural-sparse-encoding-doc-v3-distill: documents by DistilBERT, queries by a table."""
-    _backbone(folder, "distilbert", bias=-1.5, dim=128, n_layers=3, n_heads=4, hidden_dim=256)
+    sizes = {"dim": 128, "n_layers": 3, "n_heads": 4, "hidden_dim": 256}
+    return _looked_up(_backbone(folder, "distilbert", bias=-1.5, **sizes))
+
+
+def opensearch_v3_gte(folder: Path) -> str:
+    """...-doc-v3-gte: code of its own, the transformer at the root, without its output layer, which is tied.
+
+    `saved` beside it holds the same weights in transformers' own terms."""
+    saved = Path(_looked_up(_backbone(folder, "gte", bias=-1.5, pad_token_id=0)))
+    published, inner = Path(shutil.copytree(saved, folder / "published")), "document_0_Transformer"
+    for file in (published / inner).iterdir():
+        file.rename(published / file.name)
+    router = published / "router_config.json"
+    router.write_text(router.read_text().replace(inner, ""))
+    found = load_file(published / "model.safetensors")
+    tensors = {name.replace("gte.", "new."): tensor for name, tensor in found.items()}
+    sizes = {"vocab_size": WORDS, "pad_token_id": 0, "rope_theta": 160_000, "rope_scaling": None}
+    return save(published, gte.CONFIG | sizes | {"architectures": ["NewForMaskedLM"]}, tensors)
+
+
+def _looked_up(folder: Path) -> str:
     transformer = Transformer(str(folder / "backbone"), transformer_task="fill-mask")
     weights = torch.rand(len(transformer.tokenizer), generator=torch.Generator().manual_seed(2)) * 8
     static = SparseStaticEmbedding(transformer.tokenizer, weights, frozen=True)

@@ -114,6 +114,7 @@ _CODE_OF_ITS_OWN: list[Case] = [
         (gte.multilingual, "layer_norm_type", "rms_norm", ""),
         (gte.multilingual, "logn_attention_scale", True, ""),
         (gte.multilingual, "pack_qkv", False, ""),
+        (sparse_encoders.opensearch_v3_gte, "hidden_act", "relu", ""),
         (gte.multilingual, "rope_scaling", {"type": "dynamic", "factor": 2.0}, "rotary"),
         (gte.multilingual, "rope_scaling", {"type": "ntk", "factor": 2.0, "mixed_b": 0.75}, "rotary"),
         (jina.reranker_v2, "position_embedding_type", "relative", ""),

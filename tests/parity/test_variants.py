@@ -230,7 +230,9 @@ VARIANTS = [
             edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, WORDS, 2))),)),
     Variant("bge-m3, layers converted", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
             {"score_type": "hybrid", "hybrid_weights": "1,0.5,2"}, (converted,)),
-    Variant("sums of weights", sparse_encoders.splade_sum, references.sparse_encoder),
+    Variant("OpenSearch's gte, its output layer left out", sparse_encoders.opensearch_v3_gte,
+            references.sparse_encoder, weights=_beside("saved")),
+    Variant("sums of weights", partial(sparse_encoders.splade, strategy="sum"), references.sparse_encoder),
     # colbert-ai reads these, whatever class or modules are named, by their metadata and projection.
     *(
         Variant(f"Stanford ColBERT, {said}", late_interaction.stanford, references.multi_vector,
