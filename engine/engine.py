@@ -763,6 +763,7 @@ class ScoreStream(DocumentStream):
         if self._latest is None:
             return []
         plan, values = self._latest
+        values = values.copy()  # more may arrive while a thread reads them
         scores = await run_in_thread_if_large(_num_values(plan, values), plan.scores, values)
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
         self._given.update(new)

@@ -80,12 +80,20 @@ def _call(function: Callable[[], T], future: Future[T]) -> None:
     """Puts a function's result or error into the future. An error's frames hold what the function has read,
     perhaps a large request body, so they are cleared here rather than by the garbage collector."""
     try:
-        future.set_result(function())
+        future.set_result(_without_stop(function))
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         future.set_exception(error)
     finally:
         del function, future
+
+
+def _without_stop(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Calls a function. StopIteration becomes RuntimeError: whoever awaits a thread with it never wakes."""
+    try:
+        return function(*args, **options)
+    except StopIteration as error:
+        raise RuntimeError("a thread's function raised StopIteration") from error
 
 
 class _Running(threading.local):
@@ -117,7 +125,7 @@ async def run_in_thread_if_large(
     """Calls a function, in a thread if its result has many values. It needs no engine, which may stop
     meanwhile."""
     if num_values > _MANY_VALUES:
-        return await asyncio.to_thread(function, *args, **options)
+        return await asyncio.to_thread(_without_stop, function, *args, **options)
     return function(*args, **options)
 
 

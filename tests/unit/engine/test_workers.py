@@ -1,5 +1,6 @@
 """The pool's threads: small work goes first, large work rests, and shared calls come in order."""
 
+import sys
 import threading
 import time
 import weakref
@@ -115,11 +116,10 @@ def test_work_that_is_withdrawn_or_fails_harms_no_other(pool: WorkerPool) -> Non
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
     assert not begun
 
-    def broken() -> None:
-        raise SystemExit("broken")
-
     with pytest.raises(SystemExit, match="broken"):
-        pool.submit(broken, SMALL).future.result(PATIENCE)
+        pool.submit(lambda: sys.exit("broken"), SMALL).future.result(PATIENCE)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        pool.submit(lambda: next(iter(())), SMALL).future.result(PATIENCE)
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
 
 

@@ -1,8 +1,11 @@
 """Values to results: in which thread, and in which order."""
 
+import asyncio
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from maxsimd.engine.engine import SCORE_DEFAULTS, ScoreStream
 from maxsimd.engine.processors.classification import activate, keeps_order
 from maxsimd.engine.processors.cross_encoder import CrossEncoderPlan, ScoreLabel
 from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts
@@ -34,6 +38,8 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
     for values in (1, 1000):
         with pytest.raises(ZeroDivisionError):
             await run_in_thread_if_large(values, lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(run_in_thread_if_large(1000, lambda: next(iter(()))), 60)
     assert Values([0.5] * 501, {}).work == 501
     assert Values([np.zeros((1, 384), np.float32)] * 10, {}).work == 19
     assert Values([np.zeros((512, 128), np.float32)] * 2, {}).work == 655
@@ -72,7 +78,7 @@ def test_an_activation_has_the_bits_of_a_row_by_itself(rows: int) -> None:
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatch: Any) -> None:
     rows = np.random.default_rng(0).normal(scale=30, size=(9, 4)).astype(np.float32)
     made: list[int] = []
     logits_of = ScoreLabel.logits_of
@@ -97,3 +103,12 @@ def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatch: pyt
     expected = logits[:, 1] - others if exclusive else logits[:, 1]
     np.testing.assert_allclose(np.delete(scores, 4), expected, rtol=1e-6)
     assert np.isnan(plan.raw_scores([None] * 10)).all()
+
+    class Arriving(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            self[4] = rows[0]
+
+    stream = ScoreStream(Mock(_explanations=AsyncMock(return_value={})), ["q"], ["d"], SCORE_DEFAULTS)
+    stream._arrived(plan, Arriving(values))
+    assert len(await stream._new_documents()) == 9, "those that were there when it looked"
