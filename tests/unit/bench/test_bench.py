@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -195,15 +196,11 @@ def test_cases_after_one_that_breaks_its_process_run_in_another() -> None:
 @pytest.mark.exhaustive
 def test_the_first_day_runs_small_on_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
+    given = {"OUT": str(tmp_path), "GPU_PYTHON": sys.executable, "OFFLINE": str(tmp_path / "none")}
     ran = subprocess.run(
-        ["bench/gpu/first_day.sh", "--dry"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ
-        | {"OUT": str(tmp_path), "GPU_PYTHON": sys.executable, "OFFLINE": str(tmp_path / "none")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        ["bench/gpu/first_day.sh", "--dry"], cwd=Path(__file__).parents[3], env=os.environ | given,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     written = json.loads((tmp_path / "first-day.json").read_text())
     assert {step["status"] for step in written["steps"]} == {0}
@@ -215,16 +212,11 @@ def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
     def broken(data: torch.Tensor) -> Run:
         raise RuntimeError("no such kernel")
 
-    ready = prepared(
-        {
-            "right": lambda data: lambda: data * 1.001,
-            "wrong": lambda data: lambda: data * 1.1,
-            "empty": lambda data: lambda: data * torch.nan,
-            "broken": broken,
-        },
-        [torch.ones(4), torch.ones(4)],
-        torch.ones(3),
-    )
+    def times(factor: float) -> Callable[[torch.Tensor], Run]:
+        return lambda data: lambda: data * factor
+
+    contenders = {"right": times(1.001), "wrong": times(1.1), "empty": times(torch.nan), "broken": broken}
+    ready = prepared(contenders, [torch.ones(4), torch.ones(4)], torch.ones(3))
     assert list(ready.runs) == ["right"]
     assert ready.failures == {
         "wrong": "its results differ by 0.1 of the largest",

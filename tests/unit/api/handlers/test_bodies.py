@@ -121,12 +121,9 @@ async def test_the_body_is_not_read_for_those_who_are_turned_away(engine: Record
     guarded, plain, draining = Caller(engine, api_key=("one",)), Caller(engine), Caller(engine)
     draining.state.closing = True
     for caller, method, path, status in (
-        (guarded, "POST", "/rerank", 401),
-        (plain, "POST", "/nope", 404),
-        (plain, "POST", "/health", 405),
-        (plain, "GET", "/health", 200),
-        (draining, "POST", "/rerank", 503),
-    ):
+        (guarded, "POST", "/rerank", 401), (plain, "POST", "/nope", 404), (plain, "POST", "/health", 405),
+        (plain, "GET", "/health", 200), (draining, "POST", "/rerank", 503),
+    ):  # fmt: skip
         pieces = calling_handlers.Pieces([b"x"])
         assert (await caller.ask(method, path, pieces)).status == status
         assert pieces.read == 0

@@ -62,11 +62,10 @@ async def test_media_and_chats_time_out(engine: RecordingEngine, monkeypatch: py
 @pytest.mark.parametrize(
     ("path", "more"),
     [
-        ("/v1/embeddings", {"continue_final_message": True}),
-        ("/pooling", {"add_generation_prompt": True}),
+        ("/v1/embeddings", {"continue_final_message": True}), ("/pooling", {"add_generation_prompt": True}),
         ("/v1/multi-vector", {}),
     ],
-)
+)  # fmt: skip
 async def test_messages_read_as_templated(engine: RecordingEngine, model: str, path: str, more: Any) -> None:
     answer = await Caller(engine).json(path, {"messages": MESSAGES, **more})
     read = AutoTokenizer.from_pretrained(model).apply_chat_template(MESSAGES, tokenize=True, **more)

@@ -25,13 +25,10 @@ async def engine(opensearch: str) -> AsyncIterator[RecordingEngine]:
 
 async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: RecordingEngine) -> None:
     for path, texts, role in (
-        ("/embed_sparse", TEXTS, None),
-        ("/", TEXTS, None),
-        ("/", TEXTS[0], None),
-        ("/invocations", TEXTS, None),
-        ("/embed_sparse", TEXTS, "query"),
+        ("/embed_sparse", TEXTS, None), ("/", TEXTS, None), ("/", TEXTS[0], None),
+        ("/invocations", TEXTS, None), ("/embed_sparse", TEXTS, "query"),
         ("/embed_sparse", TEXTS, "document"),
-    ):
+    ):  # fmt: skip
         answer = await caller.json(path, {"inputs": texts} | ({"input_type": role} if role else {}))
         given = [texts] if isinstance(texts, str) else texts
         expected = (await engine.embed_sparse(given, input_type=role)).embeddings

@@ -79,13 +79,10 @@ async def test_tokens_become_text(caller: Caller) -> None:
 async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) -> None:
     body = {"query": "q", "documents": ["d"], "input": "d", "inputs": "d"}
     for given, meant in (
-        ("/rerank/", "/rerank"),
-        ("/v1/v2/rerank", "/v2/rerank"),
-        ("/v1/v1/embeddings", "/v1/embeddings"),
-        ("/v1/embed_all", "/embed_all"),
-        ("/infinity/embeddings", "/embeddings"),
+        ("/rerank/", "/rerank"), ("/v1/v2/rerank", "/v2/rerank"), ("/v1/v1/embeddings", "/v1/embeddings"),
+        ("/v1/embed_all", "/embed_all"), ("/infinity/embeddings", "/embeddings"),
         ("/infinity/v1/rerank/", "/infinity/v1/rerank"),
-    ):
+    ):  # fmt: skip
         caller = Caller(engine)
         answer, expected = await caller.json(given, body), await caller.json(meant, body)
         assert len(answer) == len(expected)
@@ -139,16 +136,13 @@ RANKING: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "q", "text_2": TEXTS},
 }
 VECTORS: dict[str, dict[str, Any]] = {
-    "/embed": {"inputs": TEXTS},
-    "/similarity": {"inputs": SENTENCES},
-    "/v1/embeddings": {"input": TEXTS},
+    "/embed": {"inputs": TEXTS}, "/similarity": {"inputs": SENTENCES}, "/v1/embeddings": {"input": TEXTS},
     "/pooling": {"input": TEXTS, "task": "embed"},
-}
+}  # fmt: skip
 LABELS: dict[str, dict[str, Any]] = {
-    "/predict": {"inputs": TEXTS[0]},
-    "/classify": {"input": TEXTS},
+    "/predict": {"inputs": TEXTS[0]}, "/classify": {"input": TEXTS},
     "/pooling": {"input": TEXTS, "task": "classify"},
-}
+}  # fmt: skip
 
 
 def _without_what_changes(body: bytes) -> Any:

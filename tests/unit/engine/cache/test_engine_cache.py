@@ -191,15 +191,8 @@ async def small_steps(
     """An engine that takes few tokens into its queue and into a step, with all lines cached."""
     monkeypatch.setattr(dual_encoder, "ON_HOST", dual_encoder.BatchLimits(rows=64, documents=512))
     monkeypatch.setattr(scorer, "ROWS_PER_TOKEN", 2)
-    engine = await engines(
-        EngineConfig(
-            model=stanford_colbert,
-            dtype="float32",
-            max_batch_tokens=64,
-            max_queued_tokens=4000,
-            max_wait_seconds=30.0,
-        )
-    )
+    few: dict[str, Any] = {"max_batch_tokens": 64, "max_queued_tokens": 4000, "max_wait_seconds": 30.0}
+    engine = await engines(EngineConfig(model=stanford_colbert, dtype="float32", **few))
     for start in range(0, len(lines), 20):
         await engine.score("warm up", lines[start : start + 20], truncation=CUT_LONG)
     assert engine.device_model.cache is not None

@@ -108,11 +108,9 @@ def _results(model: LoadedModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("build", WITH_RECIPES)
 def test_the_second_load_needs_no_libraries(
-    build: Callable[[Path], str],
-    checkpoints: SharedCheckpoints,
-    no_libraries: Callable[[], None],
+    build: Callable[[Path], str], checkpoints: SharedCheckpoints, no_libraries: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     path, by_libraries, read = checkpoints(build), [], library.read_with_libraries
     monkeypatch.setattr(
         library, "read_with_libraries", lambda *given: by_libraries.append(read(*given)) or by_libraries[0]

@@ -101,12 +101,8 @@ def test_a_reformer_that_its_first_text_would_set_is_refused(tmp_path: Path) -> 
 
 
 EXTRA = "<extra>"
-BUILDS = [
-    bi_encoders.bge,
-    cross_encoders.bert,
-    language_models.qwen3_reranker,
-    *exhaustive(cross_encoders.qwen3, late_interaction.stanford),
-]
+BUILDS = [bi_encoders.bge, cross_encoders.bert, language_models.qwen3_reranker]
+BUILDS += exhaustive(cross_encoders.qwen3, late_interaction.stanford)
 
 
 @pytest.fixture(scope="module")

@@ -146,12 +146,10 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
 
 def test_steps_give_the_bits_of_the_model_layer_by_layer(request: pytest.FixtureRequest) -> None:
     for checkpoint, dtype, quantization in (
-        ("bert_cross_encoder", "bfloat16", "none"),
-        ("bert_cross_encoder", "bfloat16", "int8"),
-        ("bert_cross_encoder", "float32", "none"),
-        ("xlm_roberta_cross_encoder", "bfloat16", "none"),
+        ("bert_cross_encoder", "bfloat16", "none"), ("bert_cross_encoder", "bfloat16", "int8"),
+        ("bert_cross_encoder", "float32", "none"), ("xlm_roberta_cross_encoder", "bfloat16", "none"),
         (None, "bfloat16", "none"),
-    ):
+    ):  # fmt: skip
         path = None if checkpoint is None else request.getfixturevalue(checkpoint)
         model, plain = loaded(path, dtype, quantization=quantization)
         fast = one_call_of((model, plain))

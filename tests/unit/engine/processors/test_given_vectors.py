@@ -27,6 +27,7 @@ from maxsimd.engine.scoring.scorer import ScoringPrice
 from tests.checkpoints import cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.exhaustive import exhaustive
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 from tests.waiting import until
 
@@ -164,10 +165,8 @@ async def test_scores_that_overflow_name_the_embedding(colbert: RecordingEngine,
         assert str(error.value).startswith(str(error.value.param))
     bad = rows[0][:, :3]
     found = await colbert.score(QUERY, [bad, DOCUMENTS[0], large, large], on_error="report")
-    assert [re.search("too large|shape", found.errors[i])[0] for i in (0, 2, 3)] == [
-        "shape",
-        *["too large"] * 2,
-    ]
+    reasons = [re.search("too large|shape", found.errors[i])[0] for i in (0, 2, 3)]
+    assert reasons == ["shape", "too large", "too large"]
     assert np.isfinite(found.scores).tolist() == [False, True, False, False]
 
 
@@ -360,18 +359,13 @@ async def test_a_text_comes_before_an_embedding(colbert: RecordingEngine) -> Non
 # Late interaction with expansion, attended or not, and with a skip list; and a bi-encoder.
 MODELS = ("stanford_colbert", "stanford_colbert_attending", "native_multi_vector", "qwen3_embedding")
 
-MAIN = {
-    *((model, "float32", "use") for model in MODELS),
-    *((model, "bfloat16", "bypass") for model in ("stanford_colbert", "qwen3_embedding")),
-}
+MAIN = [(model, "float32", "use") for model in MODELS]
+MAIN += [(model, "bfloat16", "bypass") for model in ("stanford_colbert", "qwen3_embedding")]
+EVERY = product(MODELS, ("float32", "bfloat16"), ("use", "bypass"))
 
 
 @pytest.mark.parametrize(
-    ("fixture", "dtype", "cache"),
-    [
-        pytest.param(*case, marks=() if case in MAIN else pytest.mark.exhaustive)
-        for case in product(MODELS, ("float32", "bfloat16"), ("use", "bypass"))
-    ],
+    ("fixture", "dtype", "cache"), [*MAIN, *exhaustive(*(case for case in EVERY if case not in MAIN))]
 )
 async def test_its_scores_are_those_of_the_text(
     request: pytest.FixtureRequest, engines: Engines, fixture: str, dtype: Any, cache: Any
