@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.answer import Answer, new_id, usage_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, wire_answer
 from maxsimd.api.handlers.embeddings import (
     Numbers,
     check_embeddings,
@@ -47,7 +47,7 @@ from maxsimd.api.wire import (
     Positive,
     Texts,
     Truncate,
-    UsageField,
+    Usage,
     Warned,
     about,
 )
@@ -154,8 +154,17 @@ class MultimodalRequest(msgspec.Struct, kw_only=True):
     model: ModelField = None
     input_type: InputType = None
     truncation: Truncate = None
+    output_dimension: Annotated[
+        Positive | None, about("Length of the vectors. Default: the model's.", 128)
+    ] = None
+    output_dtype: Annotated[
+        Literal["float", "binary", "ubinary"] | None, about("Number format. Default: float.", "float")
+    ] = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, about("Lists, or base64. Default: float.", "base64")
+    ] = None
     output_encoding: Annotated[
-        Literal["base64"] | None, about("Give vectors as base64. Default: lists.", "base64")
+        Literal["base64"] | None, about("Older name of `encoding_format`.", "base64")
     ] = None
 
 
@@ -165,10 +174,18 @@ class MultimodalEmbedding(msgspec.Struct, kw_only=True):
     object: Annotated[Literal["embedding"], about("Always `embedding`.", "embedding")] = "embedding"
 
 
+class MultimodalUsage(Usage, kw_only=True):
+    """Voyage's client reads all these numbers."""
+
+    text_tokens: Annotated[int, about("Tokens of all inputs; 0 if some have pictures.", 27)]
+    image_pixels: Annotated[int, about("Always 0: pixels are not counted.", 0)]
+    video_pixels: Annotated[int, about("Always 0: no videos are read.", 0)]
+
+
 class MultimodalResponse(Warned, kw_only=True):
     data: Annotated[list[MultimodalEmbedding], about("A vector for each input.")]
     model: Model
-    usage: UsageField
+    usage: Annotated[MultimodalUsage, about("Tokens that the request took.")]
     object: AlwaysList = "list"
 
 
@@ -282,21 +299,32 @@ async def multimodal_embeddings(
 ) -> Answer:
     """Voyage's. Inputs with pictures are never truncated."""
     truncates = state.config.long_documents != "error" if body.truncation is None else body.truncation
-    check_embeddings(state, len(inputs), None)
+    check_embeddings(state, len(inputs), body.output_dimension)
     with with_request_field_names(input="inputs"):
         result = await state.engine.embed(
             inputs,
             input_type=input_type_of(body.input_type),
+            dimensions=body.output_dimension,
             truncation=Truncation(max_tokens=-1 if truncates else None),
             tenant=tenant,
         )
     warnings, model = warnings_of(result.truncated, state.field_warnings, body), state.model_name
-    as_base64 = body.output_encoding == "base64"
+    as_base64 = "base64" in (body.encoding_format, body.output_encoding)
+    numbers = _NUMBERS[body.output_dtype or "float"]
+    tokens = result.usage.prompt_tokens
+    has_pictures = not all(isinstance(each, str) for each in inputs)
+    usage = MultimodalUsage(
+        prompt_tokens=tokens,
+        total_tokens=tokens,
+        text_tokens=0 if has_pictures else tokens,
+        image_pixels=0,
+        video_pixels=0,
+    )
 
     def build() -> MultimodalResponse:
-        rows = [encode_vectors(row, "float32", as_base64).data for row in result.embeddings]
+        rows = [encode_vectors(row, numbers, as_base64).data for row in result.embeddings]
         data = [MultimodalEmbedding(embedding=row, index=i) for i, row in enumerate(rows)]
-        return MultimodalResponse(data=data, model=model, usage=usage_of(result.usage), warnings=warnings)
+        return MultimodalResponse(data=data, model=model, usage=usage, warnings=warnings)
 
     answer = await wire_answer(build, result.embeddings.size)
     return answer.with_timings(result.timings).with_warnings(warnings)

@@ -42,6 +42,8 @@ def embeds() -> None:
     client = voyageai.Client(api_key="none", base_url=BI_ENCODER + "/v1")
     answer = client.embed(list(DOCUMENTS), model="voyage-3.5", input_type="document")
     check_vectors(answer.embeddings, DOCUMENTS, "document")
-    assert answer.total_tokens > 0
+    parts = client.multimodal_embed([[text] for text in DOCUMENTS], "voyage-3.5", "document")
+    check_vectors(parts.embeddings, DOCUMENTS, "document")
+    assert parts.total_tokens == parts.text_tokens == answer.total_tokens > 0
     short = client.embed([QUERY], model="voyage-3.5", input_type="query", output_dimension=64)
     check_vectors(short.embeddings, [QUERY], "query", dimensions=64)

@@ -18,7 +18,6 @@ RAW_RANK = RANK | {"use_activation": False}
 EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
 COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
-VOYAGE_EMBED = {"input_type": None, "truncation": CUT_LONG, "tenant": ""}
 TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 OLLAMA_EMBED = {"dimensions": None, "truncation": CUT_LONG, "tenant": ""}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
@@ -54,7 +53,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
     "ollama": ("/api/embed", {"input": "d"}, "embed", (["d"],), OLLAMA_EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
-    "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), VOYAGE_EMBED),
+    "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), COHERE_EMBED),
     "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "embed": ("/embed", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "embed_all": ("/embed_all", {"inputs": "d"}, "embed_tokens", (["d"],), TEI_EMBED),
@@ -140,19 +139,17 @@ CHANGES: list[Change] = [
     (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
     ((*EMBEDS, "ollama", "embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
     ((*EMBEDS, "ollama"), {"dimensions": 0}, {}),
-    ((*EMBEDS, *COHERE_EMBEDS), {"output_dimension": 3}, {"dimensions": 3}),
+    ((*EMBEDS, *COHERE_EMBEDS, "multimodal"), {"output_dimension": 3}, {"dimensions": 3}),
     (OPENAI_EMBEDS, {"task": "retrieval.query"}, {"input_type": "query"}),
     (OPENAI_EMBEDS, {"task": "text-matching"}, {}),
     ((*EMBEDS, *TEI_VECTORS), {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
-    ((*EMBEDS, *COHERE_EMBEDS), {"input_type": "search_query"}, {"input_type": "query"}),
-    (EMBEDS, {"input_type": "passage"}, {"input_type": "document"}),
+    ((*EMBEDS, *COHERE_EMBEDS, "multimodal"), {"input_type": "search_query"}, {"input_type": "query"}),
+    ((*EMBEDS, "multimodal"), {"input_type": "passage"}, {"input_type": "document"}),
     (CLASSIFIES, {"use_activation": True}, {}),
     (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
     (COHERE_EMBEDS, {"truncate": "END"}, _cut(side="right")),
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
     (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
-    (("multimodal",), {"input_type": "query"}, {"input_type": "query"}),
-    (("multimodal",), {"input_type": "document"}, {"input_type": "document"}),
     (("embed", "root"), {"normalize": False}, {}),
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
     (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
