@@ -44,6 +44,7 @@ from maxsimd.engine.errors import ModelLoadError
 # Commands that are imported when they are asked for: module and function.
 _LATE = {
     "calibrate": ("evaluate", "calibrate"),
+    "compare": ("compare", "compare"),
     "download": ("download", "download"),
     "embed": ("embed", "embed"),
     "eval": ("evaluate", "evaluate"),

@@ -3,11 +3,15 @@
 Source: BEIR (Thakur et al. 2021, arXiv 2104.08663), https://github.com/beir-cellar/beir."""
 
 import asyncio
+import csv
+import io
 import json
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _MEASURES = ("nDCG@10", "RR", "R@100")
+_RESAMPLES = 9_999
 
 # Relevance by query and document; 0 and below is not relevant.
 Grades = Mapping[str, Mapping[str, int]]
@@ -44,85 +49,180 @@ Judgements = Mapping[str, Mapping[str, bool]]
 Run = dict[str, dict[str, float]]
 
 
+def judged_files(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of the files that `Judged.of` reads."""
+    for option in reversed(
+        (
+            click.option(
+                "--data",
+                type=click.Path(exists=True, file_okay=False),
+                help="BEIR folder: corpus.jsonl, queries.jsonl, qrels/test.tsv",
+            ),
+            click.option(
+                "--queries", type=_FILE, help="JSON lines with _id and text, or lines of id and text"
+            ),
+            click.option("--documents", type=_FILE, help="The same for documents, perhaps with title"),
+            click.option("--qrels", type=_FILE, help="Judgments, as in BEIR or TREC"),
+            click.option(
+                "--candidates",
+                type=_FILE,
+                help="TREC run with the candidates of each query",
+                show_default="all documents",
+            ),
+            click.option(
+                "--depth",
+                type=click.IntRange(min=1),
+                default=100,
+                show_default=True,
+                metavar="N",
+                help="Most candidates per query",
+            ),
+            click.option(
+                "--measure",
+                "measures",
+                multiple=True,
+                default=_MEASURES,
+                show_default=True,
+                metavar="NAME",
+                help="Measure of ir_measures, such as nDCG@10 or RR (MRR); repeatable",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Queries and documents by id, the documents to rank for each query, and grades, if there are any."""
+
+    asked: Mapping[str, str]
+    texts: Mapping[str, str]
+    work: list[tuple[str, list[str]]]
+    grades: Grades
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], needs_grades: bool = True) -> "Judged":
+        """Reads the files of `judged_files`. Raises click.UsageError where one is not named, and OSError and
+        ValueError for those that cannot be read."""
+        named = {name: values[name] for name in ("documents", "queries", "qrels")}
+        if values["data"] is not None:
+            of_beir = ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")
+            files = [Path(values["data"]) / file for file in of_beir]
+            named = {
+                name: given or (str(file) if needs_grades or file.exists() else None)
+                for (name, given), file in zip(named.items(), files, strict=True)
+            }
+        for name, file in named.items():
+            if file is None and (needs_grades or name != "qrels"):
+                raise click.UsageError(f"give --data, or --{name}")
+        texts, asked = read_texts(named["documents"]), read_texts(named["queries"])
+        grades = {} if named["qrels"] is None else read_grades(named["qrels"])
+        candidates = None if values["candidates"] is None else read_candidates(values["candidates"])
+        work = _work([*(grades or asked)], asked, texts, candidates, values["depth"])
+        judged = cls(asked, texts, work, {query: of for query, of in grades.items() if query in asked})
+        judged._warn(len(grades) - len(judged.grades))
+        return judged
+
+    def _warn(self, num_unknown: int) -> None:
+        relevant = [id_ for of in self.grades.values() for id_, grade in of.items() if grade > 0]
+        missing = sum(id_ not in self.texts for id_ in relevant)
+        if missing:
+            click.echo(
+                f"warning: {missing:,} of {len(relevant):,} relevant documents are not among the documents, "
+                "and count as not found",
+                err=True,
+            )
+        if num_unknown:
+            click.echo(f"warning: {num_unknown:,} judged queries are not among the queries", err=True)
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Turns errors about files and folders into click's."""
+    try:
+        yield
+    except (OSError, ValueError, MaxsimdError) as error:
+        raise click.ClickException(str(error)) from error
+
+
 @click.command("eval", cls=Command)
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @config_file_option
-@click.option(
-    "--queries",
-    type=_FILE,
-    required=True,
-    help="JSON lines with _id and text, or lines of id and text",
-)
-@click.option("--documents", type=_FILE, required=True, help="The same for documents, perhaps with title")
-@click.option("--qrels", type=_FILE, required=True, help="Judgments, as in BEIR or TREC")
-@click.option(
-    "--candidates",
-    type=_FILE,
-    help="TREC run with the candidates of each query",
-    show_default="all documents",
-)
-@click.option(
-    "--depth",
-    type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    metavar="N",
-    help="Most candidates per query",
-)
-@click.option(
-    "--measure",
-    "measures",
-    multiple=True,
-    default=_MEASURES,
-    show_default=True,
-    metavar="NAME",
-    help="Measure of ir_measures, such as nDCG@10 or RR (MRR); repeatable",
-)
+@judged_files
 @click.option(
     "--run", "run_file", type=click.Path(dir_okay=False), help="Also write the ranking as a TREC run"
 )
+@click.option("--per-query", type=click.Path(dir_okay=False), help="Also write each query's measures as CSV")
+@click.option("--baseline", type=_FILE, help="TREC run to compare with, such as another model's --run")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 @options_from(EngineConfig, exclude=frozenset({"model"}))
-def evaluate(
-    queries: str, documents: str, qrels: str, measures: tuple[str, ...], as_json: bool, **values: Any
-) -> None:
+def evaluate(measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Measure how well MODEL ranks judged documents: nDCG@10, MRR and recall."""
     config = config_from(EngineConfig, values)
-    measure = _measuring(measures)
+    measure = measuring(measures)
     progress = Progress("documents")
-    progress.note(f"reading {documents}")
-    try:
-        grades = read_grades(qrels)
-        texts, asked = read_texts(documents), read_texts(queries)
-        candidates = None if values["candidates"] is None else read_candidates(values["candidates"])
-        work = _work(grades, asked, texts, candidates, values["depth"])
-    except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
-    judged = {query: each for query, each in grades.items() if query in asked}
+    with in_one_line():
+        judged = Judged.of(values)
+        baseline = None if values["baseline"] is None else read_run(values["baseline"])
     # A measure that cannot be computed is told before documents are ranked.
-    measure(judged, {query: {ids[0]: 0.0} for query, ids in work})
-    progress.total = sum(len(ids) for _, ids in work)
+    before = measure(judged.grades, baseline or {query: {ids[0]: 0.0} for query, ids in judged.work})
+    progress.total = sum(len(ids) for _, ids in judged.work)
     progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
     try:
-        ranked = run(rank_all(config, work, asked, texts, progress))
+        ranked = run(rank_all(config, judged, progress))
     except Interrupted:
         click.echo("interrupted: there is no result", err=True)
         sys.exit(INTERRUPTED)
     finally:
         progress.end()
     if values["run_file"] is not None:
-        _write(ranked, values["run_file"])
+        _write(ranked.scores, values["run_file"])
     # Documents that are no candidates count as ranked last.
-    found = measure(judged, ranked)
+    found = measure(judged.grades, ranked.scores)
+    if values["per_query"] is not None:
+        _write_by_query(found, values["per_query"])
     if as_json:
-        click.echo(json.dumps(found))
+        of_baseline = {
+            name: {"value": each.value, "baseline": before[name].value, "p": each.p(before[name])}
+            for name, each in found.items()
+        }
+        plain = {name: each.value for name, each in found.items()}
+        click.echo(json.dumps(plain if baseline is None else of_baseline))
         return
-    click.echo(f"{len(ranked)} queries, {sum(map(len, ranked.values()))} ranked documents")
-    for name, value in found.items():
-        click.echo(f"{name:<10} {value:.4f}")
+    num_documents, speed = sum(map(len, ranked.scores.values())), ranked.documents_per_s
+    click.echo(f"{len(ranked.scores)} queries, {num_documents} ranked documents, {speed:,.0f} a second")
+    for name, each in found.items():
+        line = f"{name:<10} {each.value:.4f}"
+        if baseline is not None:
+            old = before[name]
+            difference = each.value - old.value
+            line += f"   baseline {old.value:.4f}   difference {difference:+.4f}   p {each.p(old):.3f}"
+        click.echo(line)
 
 
-def _measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, float]]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measure's value of a run (for most the mean), and its values by query."""
+
+    value: float
+    by_query: Mapping[str, float]
+
+    def p(self, other: "Measured") -> float:
+        """How likely so large a difference of the means is by chance: a paired randomization test, two-sided.
+
+        Source: Smucker, Allan and Carterette 2007, "A comparison of statistical significance tests for
+        information retrieval evaluation"."""
+        from scipy.stats import permutation_test
+
+        differences = [value - other.by_query[query] for query, value in self.by_query.items()]
+        if not any(differences):
+            return 1.0
+        options: dict[str, Any] = {"vectorized": True, "n_resamples": _RESAMPLES, "random_state": 0}
+        return float(permutation_test((differences,), np.mean, permutation_type="samples", **options).pvalue)
+
+
+def measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, Measured]]:
     """Returns a function that measures a run. Raises click.ClickException without ir_measures, and for an
     unknown measure; so does the function for one that cannot be computed."""
     try:
@@ -138,18 +238,24 @@ def _measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, floa
         if measure.params.get("cutoff", 1) < 1:
             raise click.UsageError(f"the cutoff of {measure} must be at least 1")
 
-    def measured(grades: Grades, ranked: Run) -> dict[str, float]:
+    def measured(grades: Grades, ranked: Run) -> dict[str, Measured]:
         try:
-            found = ir_measures.calc_aggregate(measures, grades, ranked)
+            found = ir_measures.calc(measures, grades, ranked)
         except Exception as error:  # any package may compute it
             raise click.ClickException(f"ir_measures cannot compute a --measure: {error}") from error
-        return {str(name): float(found[name]) for name in measures}
+        by_query: dict[str, dict[str, float]] = {str(measure): {} for measure in measures}
+        for each in found.per_query:
+            by_query[str(each.measure)][each.query_id] = float(each.value)
+        return {
+            str(measure): Measured(float(found.aggregated[measure]), by_query[str(measure)])
+            for measure in measures
+        }
 
     return measured
 
 
 def _work(
-    grades: Grades,
+    judged: list[str],
     queries: Mapping[str, str],
     documents: Mapping[str, str],
     candidates: Mapping[str, list[str]] | None,
@@ -157,7 +263,7 @@ def _work(
 ) -> list[tuple[str, list[str]]]:
     """The documents to rank for each judged query. Raises ValueError where there are none."""
     work = []
-    for query in [each for each in grades if each in queries]:
+    for query in [each for each in judged if each in queries]:
         ids = [*documents]
         if candidates is not None:
             ids = [each for each in candidates.get(query, [])[:depth] if each in documents]
@@ -177,21 +283,38 @@ def _write(ranked: Run, path: str) -> None:
         file.writelines(line.encode() for line in lines)
 
 
-async def rank_all(
-    config: EngineConfig,
-    work: list[tuple[str, list[str]]],
-    queries: Mapping[str, str],
-    documents: Mapping[str, str],
-    progress: Progress,
-) -> Run:
-    """Each document's score before its activation, by query and document. Raises MaxsimdError and
-    Interrupted."""
-    ranked: Run = {query: {} for query, _ in work}
+def _write_by_query(found: Mapping[str, Measured], path: str) -> None:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["query", *found])
+    queries = next(iter(found.values())).by_query
+    rows.writerows([query, *(each.by_query[query] for each in found.values())] for query in queries)
+    with open_output(Path(path)) as file:
+        file.write(text.getvalue().encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Each document's score before its activation, and the `seconds` that it took, without the load."""
+
+    scores: Run
+    kind: str
+    seconds: float
+
+    @property
+    def documents_per_s(self) -> float:
+        return sum(map(len, self.scores.values())) / max(self.seconds, 1e-9)
+
+
+async def rank_all(config: EngineConfig, judged: Judged, progress: Progress) -> Ranked:
+    """Ranks each query's documents. Raises MaxsimdError and Interrupted."""
+    queries, documents = judged.asked, judged.texts
+    ranked: Run = {query: {} for query, _ in judged.work}
     done_pairs = tokens = 0
     async with started(config, progress) as engine:
 
         def parts() -> Iterator[list[tuple[str, str]]]:
-            for query, ids in work:
+            for query, ids in judged.work:
                 records = [Record(documents[id_]) for id_ in ids]
                 # A listwise model scores a query's documents by each other.
                 is_whole = engine.model.listwise is not None
@@ -212,8 +335,9 @@ async def rank_all(
             progress.update(done_pairs, tokens)
 
         progress.update(0, 0)
+        begun = time.perf_counter()
         await each_part(parts(), ask, done)
-    return ranked
+        return Ranked(ranked, engine.model.score_type.value, time.perf_counter() - begun)
 
 
 @click.command(cls=Command)
@@ -370,14 +494,19 @@ def read_grades(path: str) -> Grades:
 def read_candidates(path: str) -> dict[str, list[str]]:
     """Documents by query, best first, from a run in TREC's form. Raises ValueError with the number of a wrong
     line."""
-    found: dict[str, list[tuple[float, str]]] = {}
+    return {query: sorted(each, key=lambda id_: (-each[id_], id_)) for query, each in read_run(path).items()}
+
+
+def read_run(path: str) -> Run:
+    """Scores of a run in TREC's form. Raises ValueError with the number of a wrong line."""
+    found: Run = {}
     for number, line in _lines(path):
         try:
             query, _, document, _, score, _ = line.split()
-            found.setdefault(query, []).append((-float(score), document))
+            found.setdefault(query, {})[document] = float(score)
         except ValueError:
             raise ValueError(f"{path}, line {number}: this is no line of a run") from None
-    return {query: [document for _, document in sorted(each)] for query, each in found.items()}
+    return found
 
 
 def _lines(path: str) -> list[tuple[int, str]]:

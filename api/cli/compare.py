@@ -1,0 +1,139 @@
+"""`maxsimd compare`: models side by side on one's own queries and documents."""
+
+import json
+import math
+import multiprocessing
+import resource
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import click
+
+from maxsimd.api.cli.evaluate import (
+    Judged,
+    Measured,
+    Ranked,
+    Run,
+    in_one_line,
+    judged_files,
+    measuring,
+    rank_all,
+)
+from maxsimd.api.cli.files import INTERRUPTED, Interrupted, Progress, run
+from maxsimd.api.help import Command
+from maxsimd.api.options import config_file_option, config_from, options_from
+from maxsimd.engine.config import EngineConfig, refuse_missing_folder, shown_name
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A ranking, and the most memory that its process took."""
+
+    ranked: Ranked
+    peak_bytes: int
+
+
+def _rank(config: EngineConfig, judged: Judged) -> _Found:
+    """Ranks in this process, which is new, so that its peak is the model's."""
+    progress = Progress("documents")
+    progress.total = sum(len(ids) for _, ids in judged.work)
+    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
+    try:
+        ranked = run(rank_all(config, judged, progress))
+    finally:
+        progress.end()
+    unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2)
+    return _Found(ranked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def agreement(one: Run, other: Run) -> float:
+    """Kendall's tau-b between the scores of each query's documents, the mean over queries; NaN where no query
+    has two documents whose scores differ."""
+    from scipy.stats import kendalltau
+
+    taus = []
+    for query, scores in one.items():
+        ids = [*scores]
+        tau = kendalltau([scores[id_] for id_ in ids], [other[query][id_] for id_ in ids]).statistic
+        if not math.isnan(tau):
+            taus.append(float(tau))
+    return sum(taus) / len(taus) if taus else math.nan
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, required=True, metavar="MODEL MODEL...")
+@config_file_option
+@judged_files
+@click.option("--json", "as_json", is_flag=True, help="Print JSON")
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+def compare(models: tuple[str, ...], measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
+    """Compare models on your queries and documents: quality, speed, memory and agreement.
+
+    Each model ranks in a process of its own. With judgments (--qrels), the table has their measures and how
+    likely a difference to the first model is by chance (a paired randomization test)."""
+    if len(models) < 2:
+        raise click.UsageError("name two models or more, such as: maxsimd compare MODEL MODEL --data FOLDER")
+    with in_one_line():
+        for model in models:
+            refuse_missing_folder(model)
+        judged = Judged.of(values, needs_grades=False)
+    config = config_from(EngineConfig, values)
+    measure = measuring(measures) if judged.grades else None
+    if measure:
+        # A measure that cannot be computed is told before documents are ranked.
+        measure(judged.grades, {query: {ids[0]: 0.0} for query, ids in judged.work})
+    rows: list[dict[str, Any]] = []
+    first: tuple[Run, Mapping[str, Measured]] | None = None
+    for model in models:
+        # The embedded model goes by the name that the server shows.
+        named = None if model == shown_name(None) else model
+        found = _in_new_process(replace(config, model=named), judged)
+        ranked = found.ranked
+        of_measures = measure(judged.grades, ranked.scores) if measure else {}
+        first = first or (ranked.scores, of_measures)
+        row: dict[str, Any] = {
+            "model": model,
+            "kind": ranked.kind,
+            "documents_per_s": round(ranked.documents_per_s, 1),
+            "ms_per_query": round(1e3 * ranked.seconds / len(ranked.scores), 1),
+            "memory_mb": found.peak_bytes >> 20,
+            "agreement": round(agreement(first[0], ranked.scores), 3),
+        }
+        for name, each in of_measures.items():
+            row[name] = round(each.value, 4)
+            if rows:
+                row[f"{name}, p"] = round(each.p(first[1][name]), 3)
+        rows.append(row)
+    click.echo(json.dumps(rows) if as_json else _table(rows))
+
+
+def _in_new_process(config: EngineConfig, judged: Judged) -> _Found:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_rank, config, judged).result()
+        except Interrupted:
+            click.echo("interrupted: there is no result", err=True)
+            sys.exit(INTERRUPTED)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    heads = {
+        "documents_per_s": "documents/s",
+        "ms_per_query": "ms/query",
+        "memory_mb": "memory, MB",
+        "agreement": "agreement",
+    }
+    names = [*rows[-1]]
+    cells = [[heads.get(name, name) for name in names]]
+    cells += [[str(row.get(name, "")) for name in names] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
+    lines = []
+    for row in cells:
+        texts = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join([*texts, *numbers]).rstrip())
+    return "\n".join(lines)
