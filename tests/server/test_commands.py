@@ -1,5 +1,6 @@
 """The commands that work on files, as people run them: in a terminal, in a pipe, interrupted and resumed."""
 
+import csv
 import json
 import os
 import pty
@@ -195,15 +196,18 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
     qrels = {f"q{i}": {f"d{(i + step) % 20}": 2 - step for step in range(3)} for i in range(12)}
     rows = [f"{query}\t{document}\t{grade}" for query, of in qrels.items() for document, grade in of.items()]
-    for name, records in (("documents", documents), ("queries", queries)):
+    (tmp_path / "qrels").mkdir()
+    for name, records in (("corpus", documents), ("queries", queries)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    (tmp_path / "qrels.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *rows]), encoding="utf-8")
+    (tmp_path / "qrels/test.tsv").write_text(
+        "\n".join(["query-id\tcorpus-id\tscore", *rows]), encoding="utf-8"
+    )
     (tmp_path / "other.txt").write_text("x 0 y 1\n", encoding="utf-8")
+    more_judged = tmp_path / "more.tsv"
+    more_judged.write_text("\n".join([*rows, "q0\tnone\t1", "q99\td0\t1"]), encoding="utf-8")
 
-    def evaluated(*more: str, judged: str = "qrels.tsv") -> Result:
-        files = {"queries": "queries.jsonl", "documents": "documents.jsonl", "qrels": judged}
-        options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
-        return CliRunner().invoke(main, ["eval", bge, *FLOAT32, *options, *more])
+    def evaluated(*more: str) -> Result:
+        return CliRunner().invoke(main, ["eval", bge, *FLOAT32, "--data", str(tmp_path), *more])
 
     scores = {each["_id"]: small_engine.score(each["text"], texts).scores for each in queries}
     by_hand = {name: {f"d{j}": score for j, score in enumerate(of)} for name, of in scores.items()}
@@ -218,7 +222,28 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
 
     of_best = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
     assert json.loads(of_best.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
-    assert "compare their ids" in evaluated(judged="other.txt").stderr
+    assert "compare their ids" in evaluated("--qrels", str(tmp_path / "other.txt")).stderr
+    missing = evaluated("--qrels", str(more_judged)).stderr
+    assert "1 of 25 relevant documents are not among the documents" in missing
+    assert "1 judged queries are not among the queries" in missing
+
+    baseline = tmp_path / "baseline.txt"
+    baseline.write_text("".join(f"q{i} Q0 d{i} 1 1.0 x\n" for i in range(12)), encoding="utf-8")
+    table = tmp_path / "queries.csv"
+    beside = evaluated("--json", "--measure", "RR", "--baseline", str(baseline), "--per-query", str(table))
+    per_query = {each["query"]: float(each["RR"]) for each in csv.DictReader(table.open(encoding="utf-8"))}
+    of_hand = {each.query_id: each.value for each in ir_measures.iter_calc([measures[1]], qrels, by_hand)}
+    assert per_query == pytest.approx(of_hand)
+    below = sum(value < 1 for value in of_hand.values())
+    found = json.loads(beside.stdout)["RR"]
+    assert found == pytest.approx(
+        {"value": expected[measures[1]], "baseline": 1.0, "p": 2 * 0.5**below}, abs=1e-3
+    )
+    compared = run_command("compare", bge, bge, *FLOAT32, "--data", str(tmp_path), "--json")
+    for each in json.loads(compared.stdout):
+        assert (each["agreement"], each["nDCG@10"]) == (1.0, round(best, 4)), compared.stderr
+        assert each.get("nDCG@10, p", 1.0) == 1.0
+        assert min(each["documents_per_s"], each["ms_per_query"], each["memory_mb"]) > 0
     told = {"nope": "no such", "P@0": "at least 1", "RBP@10": "Unsupported", "INSQ": "invalid param"}
     for name, reason in told.items():
         refused = evaluated("--measure", name).stderr

@@ -42,7 +42,7 @@ _COMMANDS = re.compile(r"(?:`|```sh\n)(?:\.venv/bin/)?maxsimd ((?:bench )?[a-z][
 def test_every_command_and_option_that_is_named_exists() -> None:
     helps = dict(_helps(main, []))
     commands = {command for page in (README, *_DOCS.values()) for command in _COMMANDS.findall(page)}
-    assert {"serve", "rerank", "bench engine", "bench peers"} <= commands
+    assert {"serve", "rerank", "bench serve", "bench peers"} <= commands
     assert commands <= helps.keys()
     pages = [page for name, page in _DOCS.items() if name not in _OF_OTHERS]
     named = {option for page in pages for option in re.findall(r"`(--[a-z][\w-]+)", page)}

@@ -264,7 +264,7 @@ def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: points[group])
     runner = CliRunner()
     listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2]
-    names = "calibrate download embed eval inspect measure rerank score serve version"
+    names = "calibrate compare download embed eval inspect measure rerank score serve version"
     assert re.findall(r"^  (\w+)", listed, flags=re.MULTILINE) == names.split()
     assert runner.invoke(main, ["measure"]).output == "measured\n"
     assert runner.invoke(main, ["inspect", "--help"]).exit_code == 0
