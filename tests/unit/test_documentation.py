@@ -77,14 +77,14 @@ def test_the_change_log_has_the_version_of_the_package() -> None:
     assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_the_page_on_security_names_open_routes_and_reasons() -> None:
+def test_pages_name_open_routes_and_reasons_of_cut_connections() -> None:
     section = _DOCS["security"].split("## Open routes")[1].split("##")[0]
     assert set(re.findall(r"`(/\w+)`", section)) == OPEN_ROUTES | (PAGES - {"/"})
     source = (ROOT / "api" / "http" / "connections.py").read_text()
     reasons = set(re.findall(r'(?:_count|cut_connections\.labels)\("(\w+)"\)', source))
     assert len(reasons) == 6
     for reason in reasons:
-        assert f"`{reason}`" in _DOCS["security"]
+        assert f"`{reason}`" in _DOCS["operating"]
 
 
 def test_the_table_of_what_to_change_is_complete() -> None:
