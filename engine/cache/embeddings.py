@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from maxsimd.pooling.ragged import Ragged, to_host
@@ -22,6 +23,8 @@ _DTYPES: dict[Precision, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
+# The bits of a number's exponent, which are all set if it is not finite.
+_BFLOAT16_EXPONENT = 0x7F80
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES.values())}
 # Magic and version, dtype, truncated, tokens, rows, dim.
 _HEADER = struct.Struct("<4sBBIII")
@@ -47,6 +50,15 @@ class CachedEmbedding:
     @property
     def nbytes(self) -> int:
         return self.rows.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite. In int8, scales tell."""
+        numbers = self.rows if self.scales is None else self.scales
+        if numbers.dtype is not torch.bfloat16:
+            return bool(np.isfinite(numbers.numpy()).all())
+        exponents = numbers.view(torch.int16).numpy() & _BFLOAT16_EXPONENT
+        return not (exponents == _BFLOAT16_EXPONENT).any()
 
     def to_bytes(self, key: bytes) -> bytes:
         """Returns self-contained bytes with a checksum that covers the key; see `from_bytes`."""
@@ -157,8 +169,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 class CacheWriter:
     """Writes new embeddings in a thread of its own, so that no step waits for a disk. Thread-safe.
 
-    Staged embeddings can be found before `write` gets them. They take at most `limit` bytes; what comes when
-    it is full is not cached."""
+    Staged embeddings can be found before `write` gets them. Those with a number that is not finite are left
+    out: what is cached is used without a check. They take at most `limit` bytes; what comes when it is full
+    is not cached."""
 
     def __init__(self, write: Callable[[Entries], None], limit: int) -> None:
         self._write = write
@@ -192,7 +205,8 @@ class CacheWriter:
     def get(self, key: bytes) -> CachedEmbedding | None:
         with self._lock:
             staged = self._staged.get(key)
-        return None if staged is None else staged[0].entry(staged[1])
+        entry = None if staged is None else staged[0].entry(staged[1])
+        return entry if entry is not None and entry.is_finite else None
 
     def drop(self, key: bytes) -> None:
         """Keeps a staged embedding from being written; waits for one that is being written."""
@@ -234,7 +248,8 @@ class CacheWriter:
                 for index, key in enumerate(embeddings.keys)
                 if self._staged.get(key) == (embeddings, index)
             ]
-        return [(key, embeddings.entry(index)) for key, index in wanted]
+        entries = [(key, embeddings.entry(index)) for key, index in wanted]
+        return [(key, entry) for key, entry in entries if entry.is_finite]
 
     def _forget(self, embeddings: PendingEmbeddings) -> None:
         self._batches = [batch for batch in self._batches if batch is not embeddings]

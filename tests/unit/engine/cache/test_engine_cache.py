@@ -1,6 +1,7 @@
 """Engines that cache: what is encoded and scored once, and that nothing wrong ever comes out."""
 
 import asyncio
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, QueueFullError
+from maxsimd.engine import (
+    CUT_LONG,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring import scorer
@@ -91,6 +99,25 @@ async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, docu
     for query, result in zip(queries, together, strict=True):
         alone = await engine.score(query, documents[:5], truncation=CUT_LONG, cache="bypass")
         np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
+
+
+async def test_numbers_that_are_not_finite_are_not_cached(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, cache = engine.device_model.runner, engine.device_model.cache
+    forward = runner.forward
+    assert cache is not None
+    for is_written in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "forward", lambda step: (forward(step)[0] * math.nan, forward(step)[1]))
+            with pytest.raises(RequestFailedError, match="not finite"):
+                await engine.score(QUERY, ["a text"])
+            assert not is_written or cache.flush(20)
+            with pytest.raises(RequestFailedError, match="not finite"):
+                await engine.embed(["a text"], input_type="document", encoding="muvera")
+        assert cache.entries == 0
+    found = await engine.embed(["a text"], input_type="document", encoding="muvera")
+    assert np.isfinite(found.embeddings[0]).all()
 
 
 # Pairs that were scored before: the same bits without a forward pass, however a request is made up.

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import math
 import random
 import struct
 import threading
@@ -50,6 +51,10 @@ def test_entries_survive_as_bytes(precision: cached.Precision, dtype: torch.dtyp
         assert (back.rows.dtype, back.tokens, back.truncated) == (dtype, 70_000, truncated)
         assert torch.equal(back.rows, values)
         assert equal_scales(back.scales, scales)
+        assert back.is_finite
+    for number in (math.nan, math.inf, -math.inf):
+        rows[1, 2] = number
+        assert not cached.CachedEmbedding(*cached.rounded(rows, precision), 3, False).is_finite
 
 
 def equal_scales(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
