@@ -2,6 +2,7 @@
 have one length, so that comparing them takes the same time for every guess. No message repeats a line of the
 file."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -157,7 +158,7 @@ def _table_of(lines: list[Line]) -> KeyTable:
 
 log = logging.getLogger("maxsimd.keys")
 
-# Requests check the file for changes at most this often.
+# The file is checked for changes this often.
 _LOOK_EVERY_SECONDS = 1.0
 _LARGEST_FILE = 1024 * 1024
 _NO_TABLE = KeyTable({}, {}, {})
@@ -167,7 +168,7 @@ _NO_LIMITS = Tenant()
 class ApiKeys:
     """The accepted keys and their tenants. Raises SetupError if the file of keys has none or cannot be read,
     or if keys `must_be_named` and one is not. Calls `set_tenants` with the file's tenants, now and whenever
-    the file has changed."""
+    the file has changed. Processes with the same `secret` give a key without a name the same number."""
 
     def __init__(
         self,
@@ -175,6 +176,7 @@ class ApiKeys:
         clock: Callable[[], float] = time.monotonic,
         set_tenants: Callable[[Mapping[str, Tenant]], None] = lambda tenants: None,
         must_be_named: bool = False,
+        secret: bytes | None = None,
     ) -> None:
         self._given = [digest_of(key.strip()) for key in config.api_key]
         path = config.api_key_file
@@ -188,14 +190,14 @@ class ApiKeys:
         self._set_tenants = set_tenants
         self._table = _NO_TABLE if self._file is None else self._file.table()
         self._numbered = count(1)
+        self._secret = secret
         self._anonymous: dict[bytes, str] = {}
         self._assign_owners()
 
     def accept(self, authorization: str) -> str | None:
         """The tenant whose key an Authorization header sends as `Bearer KEY`; None if there is none."""
-        if self._file is not None and (table := self._file.table()) is not self._table:
-            self._table = table
-            self._assign_owners()
+        if self._file is not None:
+            self._use(self._file.table())
         digest = _digest_sent(authorization)
         # Comparing every key in constant time reveals nothing by timing.
         matches = [(hmac.compare_digest(digest, one), owner) for one, owner in self._owners.items()]
@@ -212,6 +214,23 @@ class ApiKeys:
     def has_admins(self) -> bool:
         return bool(self._table.admins)
 
+    async def watch(self) -> None:
+        """Takes changes of the file until cancelled. A process without requests would keep the earlier
+        tenants, and tell them to engines that start."""
+        while self._file is not None:
+            await asyncio.sleep(_LOOK_EVERY_SECONDS)
+            self._use(self._file.table_now())
+
+    def _use(self, table: KeyTable) -> None:
+        if table is not self._table:
+            self._table = table
+            self._assign_owners()
+
+    def _number(self, digest: bytes) -> int:
+        if self._secret is None:
+            return next(self._numbered)
+        return int.from_bytes(hmac.digest(self._secret, digest, "sha256")[:5])
+
     def _assign_owners(self) -> None:
         """Gives each key its owner. A key without a name is its own tenant, under a number that says nothing
         of the key and stays while the key does."""
@@ -219,7 +238,7 @@ class ApiKeys:
         before, self._anonymous = self._anonymous, {}
         for digest, name in names.items():
             if name is None:
-                self._anonymous[digest] = before.get(digest) or f"key-{next(self._numbered)}"
+                self._anonymous[digest] = before.get(digest) or f"key-{self._number(digest)}"
         self._owners = {digest: name or self._anonymous[digest] for digest, name in names.items()}
         limited = {
             self._owners[digest]: tenant
@@ -256,8 +275,12 @@ class KeyFile:
 
     def table(self) -> KeyTable:
         if self._clock() - self._looked >= _LOOK_EVERY_SECONDS:
-            self._looked = self._clock()
-            self._reload_if_changed()
+            return self.table_now()
+        return self._table
+
+    def table_now(self) -> KeyTable:
+        self._looked = self._clock()
+        self._reload_if_changed()
         return self._table
 
     def _reload_if_changed(self) -> None:

@@ -209,8 +209,7 @@ async def run_server(
     stop = Stop(server_config.grace_seconds, server_config.drain_seconds)
     try:
         # Listen first: /health and /ready answer while the model loads.
-        door = await _open(engine, server_config, sockets)
-        door.state.fleet = fleet
+        door = await _open(engine, server_config, sockets, fleet)
     except SetupError as error:
         log.error("%s", error)
         return 1
@@ -256,10 +255,12 @@ class _HttpServer:
             log.info("some clients have not read the end of their answers")
 
 
-async def _open(engine: Serving, config: ServerConfig, sockets: Sequence[socket.socket]) -> _HttpServer:
+async def _open(
+    engine: Serving, config: ServerConfig, sockets: Sequence[socket.socket], fleet: FleetView | None
+) -> _HttpServer:
     """Raises SetupError."""
     tls = tls_context(config)
-    app = build_app(engine, config)
+    app = build_app(engine, config, fleet)
     most = max_connections(config.max_connections, raise_descriptor_limit())
     connections = ConnectionTable(config, most, app[STATE].metrics)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_LEAVING_SECONDS)

@@ -250,6 +250,10 @@ class FleetView(Protocol):
     def replicas(self) -> tuple[int, int]:
         """The numbers of engines that are ready and that are wanted."""
 
+    @property
+    def secret(self) -> bytes:
+        """What the fronts alone know."""
+
     async def metrics(self, own: bytes) -> bytes:
         """Extends this process's page of /metrics to the whole server's."""
 
@@ -323,12 +327,18 @@ class ServerState:
     and the server still accepts work. While `closing`, it refuses new work. `comes_back` says that a dead
     engine is started again. Raises SetupError if the file of API keys is invalid."""
 
-    def __init__(self, engine: Serving, config: ServerConfig) -> None:
+    def __init__(self, engine: Serving, config: ServerConfig, fleet: FleetView | None = None) -> None:
         self.models = engine if isinstance(engine, SeveralModels) else None
         # With several models, `serving` chooses the one that answers.
         self.engine = cast("Engine | FleetEngine", engine)
         self.config = config
-        self.keys = ApiKeys(config, set_tenants=engine.set_tenants, must_be_named=engine.caches_by_tenant)
+        self.fleet = fleet
+        self.keys = ApiKeys(
+            config,
+            set_tenants=engine.set_tenants,
+            must_be_named=engine.caches_by_tenant,
+            secret=None if fleet is None else fleet.secret,
+        )
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.max_body_bytes = config.max_body_mb * 1024 * 1024
@@ -342,13 +352,16 @@ class ServerState:
         self._name: str | None = None
         self._name_in_path = ""
         self._notes = RequestNotes()
-        self.fleet: FleetView | None = None
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
         self.metrics.in_flight.set_function(lambda: len(self._in_flight))
         self.metrics.ready.set_function(lambda: self.is_ready)
+
+    async def watch(self) -> None:
+        """Measures the event loop's lag and takes changes of the API keys, until cancelled."""
+        await asyncio.gather(self.metrics.watch_lag(), self.keys.watch())
 
     @property
     def model_name(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -106,7 +107,8 @@ class Front:
         scorers: DeploymentHandle,
         most_scorers: int,
         server_config: ServerConfig,
-        caches_by_tenant: bool = False,
+        caches_by_tenant: bool,
+        secret: bytes,
     ) -> None:
         set_up_logging(server_config.log_level, server_config.log_format)
         ApiKeys(
@@ -118,12 +120,11 @@ class Front:
         timeout = server_config.replica_timeout_seconds
         self._roster = Roster(most=most_scorers, timeout=timeout, is_alone=False)
         self._engine = FleetEngine(self._roster, _PATIENCE, caches_by_tenant=caches_by_tenant)
-        self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}
         self._is_listed = False
         self._ending: asyncio.TimerHandle | None = None
-        self._view = FrontView(self._engine, own_rank, lambda: self._others)
-        self._state.fleet = self._view
+        self._view = FrontView(self._engine, own_rank, lambda: self._others, secret)
+        self._state = ServerState(self._engine, server_config, self._view)
         self._stack = ExitStack()
         self._stack.enter_context(frequent_thread_switches())
         self._loop = asyncio.get_running_loop()
@@ -132,7 +133,7 @@ class Front:
         watch(scorers, self._scorers_changed)
         watch(own_handle(), self._fronts_changed)
         self._starting = asyncio.create_task(self._engine.start())
-        self._lag = asyncio.create_task(self._state.metrics.watch_lag())
+        self._watching = asyncio.create_task(self._state.watch())
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._starting), _PATIENCE)
         found = "has found scorers" if self._engine.is_healthy else "has found no scorer yet"
@@ -151,7 +152,7 @@ class Front:
     async def __del__(self) -> None:
         """Ends, once nothing is in flight."""
         self._state.closing = True
-        for task in (self._starting, self._lag):
+        for task in (self._starting, self._watching):
             task.cancel()
         await self._engine.stop()
         await self._view.door.close()
@@ -303,9 +304,8 @@ def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application
     fronts = serve.deployment(serve.ingress()(Front)).options(
         **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": min(1.0, cluster.num_cpus)}
     )
-    bound: Application = fronts.bind(
-        scorers, cluster.max_replicas or cluster.replicas, server, config.engine.cache_by_tenant
-    )
+    most, secret = cluster.max_replicas or cluster.replicas, secrets.token_bytes(32)
+    bound: Application = fronts.bind(scorers, most, server, config.engine.cache_by_tenant, secret)
     return bound
 
 

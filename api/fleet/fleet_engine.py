@@ -474,14 +474,19 @@ _FRONT_SECONDS = 2.0
 
 class FrontView:
     """One front's view of the fleet: the engines, and the `others`, fronts by slot. They ask it at its
-    `door`."""
+    `door`. The fronts alone know the `secret`."""
 
     def __init__(
-        self, engine: FleetEngine, slot: Callable[[], int], others: Callable[[], Mapping[int, Address]]
+        self,
+        engine: FleetEngine,
+        slot: Callable[[], int],
+        others: Callable[[], Mapping[int, Address]],
+        secret: bytes,
     ) -> None:
         self._engine = engine
         self._slot = slot
         self._others = others
+        self.secret = secret
         self.door = Door(self._answer, lambda: 0)
 
     @property

@@ -71,7 +71,7 @@ async def _front(setup: Setup, started: float) -> int:
     roster = Roster.of_paths(setup.engine_paths, timeout, is_alone)
     engine = FleetEngine(roster, caches_by_tenant=setup.engine_config.cache_by_tenant)
     others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
-    view = FrontView(engine, lambda: setup.slot, lambda: others)
+    view = FrontView(engine, lambda: setup.slot, lambda: others, setup.secret)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]
     own = setup.front_paths[setup.slot]
     remove(own)  # a front before this one may have left it

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -30,7 +31,7 @@ _LENGTH_BYTES = 4
 class Setup:
     """A process's setup, sent on stdin, where others cannot read it: a front or the engine in `slot`. Engines
     listen on `engine_paths`, fronts on `front_paths` for each other and on `sockets` (descriptors) for
-    clients."""
+    clients. All fronts have the same `secret`."""
 
     is_front: bool
     slot: int
@@ -39,6 +40,7 @@ class Setup:
     sockets: tuple[int, ...]
     engine_config: EngineConfig
     server_config: ServerConfig
+    secret: bytes
 
     def encoded(self) -> bytes:
         whole = msgspec.msgpack.encode(self)
@@ -138,7 +140,8 @@ class _Fleet:
         numbers = tuple(each.fileno() for each in sockets)
         devices = engine_config.device.split(",")
         threads = engine_config.threads or max(1, usable_cores().threads // server_config.replicas)
-        setup = Setup(False, 0, engine_paths, front_paths, numbers, engine_config, server_config)
+        secret = secrets.token_bytes(32)
+        setup = Setup(False, 0, engine_paths, front_paths, numbers, engine_config, server_config, secret)
         engines = [
             replace(
                 setup,

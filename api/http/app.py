@@ -14,17 +14,17 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers import handle
 from maxsimd.api.handlers.route import decompressed, encoding_of, refusal
 from maxsimd.api.http.connections import Connection, as_response, as_stream
-from maxsimd.api.state import ServerState, Serving
+from maxsimd.api.state import FleetView, ServerState, Serving
 
 STATE = web.AppKey("state", ServerState)
 
 
-def build_app(engine: Serving, config: ServerConfig) -> web.Application:
+def build_app(engine: Serving, config: ServerConfig, fleet: FleetView | None = None) -> web.Application:
     """The application around an engine, which may be started later."""
     app = web.Application(middlewares=[_answer])
     app._router = _OneRoute()
-    app[STATE] = ServerState(engine, config)
-    app.cleanup_ctx.append(_watch_lag)
+    app[STATE] = ServerState(engine, config, fleet)
+    app.cleanup_ctx.append(_watch)
     app.cleanup_ctx.append(_send_traces)
     app.cleanup_ctx.append(_close_media)
     return app
@@ -144,8 +144,8 @@ async def _close_media(app: web.Application) -> AsyncIterator[None]:
     await app[STATE].media.close()
 
 
-async def _watch_lag(app: web.Application) -> AsyncIterator[None]:
-    watcher = asyncio.create_task(app[STATE].metrics.watch_lag())
+async def _watch(app: web.Application) -> AsyncIterator[None]:
+    watcher = asyncio.create_task(app[STATE].watch())
     yield
     watcher.cancel()
     await asyncio.gather(watcher, return_exceptions=True)

@@ -4,16 +4,20 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.http.app import build_app
 from maxsimd.api.keys import ApiKeys, digest_of, read_keys
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, Tenant
-from tests.waiting import Clock
+from tests.waiting import Clock, until
 
 SECRET = "sk-3cr3t"
 
@@ -207,6 +211,22 @@ def test_no_message_repeats_what_stands_in_the_file(behind: str) -> None:
     with pytest.raises(ValueError, match=r"^line") as refused:
         read_keys(f"{SECRET} a={SECRET} {behind}".encode())
     assert SECRET not in str(refused.value)
+
+
+async def test_processes_agree_on_tenants_without_requests(tmp_path: Path) -> None:
+    file, engine, fleet = tmp_path / "keys", Engine(), cast("Any", SimpleNamespace(secret=b"of all fronts"))
+    file.write_text("one\ntwo weight=2\n")
+    told: list[Mapping[str, Tenant]] = []
+    engine.set_tenants = told.append  # type: ignore[method-assign]
+    config = ServerConfig(api_key_file=str(file))
+    runner = web.AppRunner(build_app(engine, config, fleet))
+    await runner.setup()
+    file.write_text("two weight=2\nthree weight=3\n")
+    await until(lambda: len(told) == 2)
+    await runner.cleanup()
+    started_later = ApiKeys(config, set_tenants=told.append, secret=fleet.secret)
+    first, second, third = told
+    assert second == third == {**first, started_later.accept("Bearer three"): Tenant(weight=3)}
 
 
 def test_each_key_says_whose_it_is_and_stays_so(tmp_path: Path) -> None:
