@@ -4,14 +4,13 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from maxsimd.engine import Engine, EngineConfig, Engines, Stage, SyncEngine, Tenant, errors
+from maxsimd.engine import Engine, EngineConfig, Engines, Stage, Tenant, errors
 from maxsimd.engine.metrics import EngineStats
 from tests.engines import held_steps
 from tests.waiting import until
@@ -166,14 +165,6 @@ async def test_models_share_a_device_and_wait(config: EngineConfig, bert_cross_e
         calls = [models[name].score("query", DOCUMENTS) for name in ("first", "second") for _ in range(20)]
         for result in await asyncio.gather(*cascades, *calls):
             assert len(getattr(result, "results", DOCUMENTS[:5])) == 5
-
-
-async def test_calls_from_many_threads_wait(config: EngineConfig) -> None:
-    with SyncEngine(config, progress=False) as engine, ThreadPoolExecutor(40) as threads:
-        scores = list(threads.map(lambda i: engine.score(f"q{i % 3}", DOCUMENTS).scores, range(120)))
-    assert len(scores) == 120
-    for i, each in enumerate(scores):
-        assert each == pytest.approx(scores[i % 3], abs=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -65,12 +65,10 @@ def test_states_of_all_methods_count_and_are_freed_one_by_one() -> None:
 def test_token_embeddings_alone_are_merged_by_role() -> None:
     halves: Any = SimpleNamespace(pool_one=lambda rows: rows[::2])
     for task, roles, lengths in (
-        (TOKENS, {Role.DOCUMENT}, [4, 3]),
-        (TOKENS, {Role.QUERY}, [2, 5]),
-        (TOKENS, {Role.QUERY, Role.DOCUMENT}, [2, 3]),
-        (TOKENS, set(), [4, 5]),
+        (TOKENS, {Role.DOCUMENT}, [4, 3]), (TOKENS, {Role.QUERY}, [2, 5]),
+        (TOKENS, {Role.QUERY, Role.DOCUMENT}, [2, 3]), (TOKENS, set(), [4, 5]),
         ("all", {Role.QUERY, Role.DOCUMENT}, [4, 5]),
-    ):
+    ):  # fmt: skip
         query = TokenSequence.query(1, 0, task, tokens(4), 1)
         document = TokenSequence.document(2, ResultSlot(0, 0), task, tokens(5), DocumentPayload(1))
         pooler = DispatchPooler({task: methods.AllPool(as_is)}, TokenPooling(halves, frozenset(roles)))
@@ -80,19 +78,11 @@ def test_token_embeddings_alone_are_merged_by_role() -> None:
         assert pooled.items[1][:, 0].tolist() == list(range(4, 9, 1 if lengths[1] == 5 else 2))
 
 
-def test_a_document_is_merged_to_a_vector_for_every_few_tokens() -> None:
-    pooling = merging_documents(2)
-    assert pooling.roles == {Role.DOCUMENT}
-    random = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(torch.randn(21, 8, generator=random), dim=-1)
-    pooler = DispatchPooler({TOKENS: methods.AllPool(as_is)}, pooling)
-    query = TokenSequence.query(1, 0, TOKENS, tokens(10), 1)
-    document = TokenSequence.document(2, ResultSlot(0, 0), TOKENS, tokens(11), DocumentPayload(1))
-    [pooled] = pooler.pool(rows, methods.PoolingCursor((whole(query), whole(document)), (0, 10)))
-    assert torch.equal(pooled.items[0], rows[:10])
-    merged = pooled.items[1]
-    assert 5 <= len(merged) <= 7
-    torch.testing.assert_close(merged[0], rows[10])
+def test_first_tokens_stay_where_all_others_are_merged() -> None:
+    alike = torch.nn.functional.normalize(torch.arange(16.0).view(8, 2) + 100, dim=-1)
+    for count in (0, 1, 3):
+        merged = merging_documents(8, count).method.pool_one(alike)
+        assert (len(merged), merged[:count].tolist()) == (count + 1, alike[:count].tolist())
 
 
 @pytest.mark.parametrize("name", ["all", "cls-after-prompt", *methods.MODES.values()])

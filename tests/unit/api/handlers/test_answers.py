@@ -303,14 +303,12 @@ async def test_llama_cpps_and_infinitys_shapes(caller: Caller, ranked: RerankRes
 
 async def test_what_has_no_place_in_a_shape_is_refused(caller: Caller) -> None:
     for path, body in (
-        ("/rerank", {"texts": DOCUMENTS}),
-        ("/infinity/rerank", {"documents": DOCUMENTS}),
-        ("/rerank", {"documents": DOCUMENTS, "top_k": 1}),
-        ("/v1/reranking", {"input": DOCUMENTS}),
+        ("/rerank", {"texts": DOCUMENTS}), ("/infinity/rerank", {"documents": DOCUMENTS}),
+        ("/rerank", {"documents": DOCUMENTS, "top_k": 1}), ("/v1/reranking", {"input": DOCUMENTS}),
         ("/reranking", {"documents": DOCUMENTS}),
         ("/v1/inference/all-MiniLM-L6-v2", {"queries": QUERY, "documents": DOCUMENTS}),
         ("/v1/ranking", {"passages": DOCUMENTS}),
-    ):
+    ):  # fmt: skip
         options = {"stream": True, "explain": True, "on_timeout": "partial", "on_error": "report"}
         for name, value in options.items():
             await caller.refused(path, {"query": QUERY, name: value} | body, 400, name)
@@ -400,9 +398,6 @@ async def test_a_wrong_request_is_refused(caller: Caller) -> None:
         ("/v1/embeddings", encoded | {"encoding": None, "muvera": {"k_sim": 3}}, "muvera"),
         ("/v1/multi-vector", encoded, "encoding"),
         ("/pooling", encoded | {"task": "token_embed"}, "encoding"),
-        ("/v1/embeddings", {"input": ["a", "b"], "chunks": [[0, 1]]}, "chunks"),
-        ("/v1/embeddings", chunked | {"chunks": [[0, 1]], "late_chunking": False}, "chunks"),
-        ("/v1/embeddings", chunked | {"chunks": [[0, 3]]}, "chunks"),
         ("/v1/embeddings", chunked | {"input": ["a", " "]}, "input"),
         ("/v1/embeddings", chunked | {"input": "word " * 300}, "input"),
         ("/v1/embeddings", chunked | {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens"),
