@@ -1,5 +1,6 @@
 """Rerankers for frameworks, each in a module that needs its framework: `maxsimd.integrations.haystack`..."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +23,21 @@ class Ranker:
         self._is_own = engine is None
         self._engine = SyncEngine(model, progress=False, **options) if engine is None else engine
         self._is_started = not self._is_own
+        # Frameworks rank in several threads.
+        self._change = threading.Lock()
 
     def start(self) -> None:
-        if not self._is_started:
-            self._engine.start()
-            self._is_started = True
+        with self._change:
+            if not self._is_started:
+                self._engine.start()
+                self._is_started = True
 
     def close(self) -> None:
         """Ends an engine of its own."""
-        if self._is_own and self._is_started:
-            self._engine.close()
-            self._is_started = False
+        with self._change:
+            if self._is_own and self._is_started:
+                self._engine.close()
+                self._is_started = False
 
     def rank(
         self,

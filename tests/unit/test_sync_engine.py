@@ -16,6 +16,7 @@ import pytest
 from maxsimd.engine import EngineNotReadyError, RequestFailedError, SyncEngine
 from maxsimd.engine import engine as engine_module
 from maxsimd.engine.device import load as load_module
+from maxsimd.integrations import Ranker
 from tests.forked import Program
 from tests.waiting import Pause, wait_for
 
@@ -85,6 +86,14 @@ def test_several_threads_may_close_it_at_once(bge: str) -> None:
                 assert error is None or isinstance(error, EngineNotReadyError)
         with pytest.raises(EngineNotReadyError, match="not running"):
             engine.score("query", TEXTS)
+
+
+def test_a_ranker_of_a_framework_starts_once_for_several_threads(bge: str) -> None:
+    ranker = Ranker(None, bge, {"dtype": "float32", "threads": 1})
+    with ThreadPoolExecutor(3) as threads:
+        ranked = [threads.submit(ranker.rank, "query", TEXTS, 2, None, False) for _ in range(3)]
+        assert [len(places.result(60)) for places in ranked] == [2, 2, 2]
+    ranker.close()
 
 
 def test_a_close_waits_for_results_that_are_being_made(bge: str, monkeypatch: pytest.MonkeyPatch) -> None:
