@@ -86,12 +86,25 @@ function sized(canvas, width, height) {
   canvas.getContext("2d").scale(ratio, ratio);
 }
 
-// The names of rows stay where they are when the map is scrolled sideways.
-function drawRowNames(canvas, width, height, top, font, ink) {
+// The names of rows and columns stay where they are when the map is scrolled.
+function drawRowNames(canvas, width, height, font, ink) {
   sized(canvas, width, height);
   const pen = canvas.getContext("2d");
   Object.assign(pen, { font, fillStyle: ink, textBaseline: "middle", textAlign: "right" });
-  map.rows.forEach(({ name }, i) => pen.fillText(shortened(name), width - 6, top + (i + 0.5) * map.size));
+  map.rows.forEach(({ name }, i) => pen.fillText(shortened(name), width - 6, map.top + (i + 0.5) * map.size));
+}
+
+function drawColumnNames(canvas, width, height, font, ink) {
+  sized(canvas, width, height);
+  const pen = canvas.getContext("2d");
+  Object.assign(pen, { font, fillStyle: ink, textBaseline: "middle" });
+  map.columns.forEach(({ name }, j) => {
+    pen.save();
+    pen.translate(map.left + (j + 0.5) * map.size, height - 5);
+    pen.rotate(-Math.PI / 2);
+    pen.fillText(shortened(name), 0, 0);
+    pen.restore();
+  });
 }
 
 function drawMap() {
@@ -105,11 +118,12 @@ function drawMap() {
   const pen = canvas.getContext("2d");
   pen.font = font;
   const widest = (names) => Math.ceil(Math.max(20, ...names.map(({ name }) => pen.measureText(shortened(name)).width))) + 14;
-  const [left, top] = [2, widest(map.columns)];
+  const [left, top] = [2, 2];
   const height = top + map.rows.length * size + 4;
   const width = left + map.columns.length * size + 4;
   Object.assign(map, { left, top, size });
-  drawRowNames($("map-rows"), widest(map.rows), height, top, font, ink);
+  drawRowNames($("map-rows"), widest(map.rows), height, font, ink);
+  drawColumnNames($("map-columns"), width, widest(map.columns), font, ink);
   sized(canvas, width, height);
   pen.font = font;
   pen.textBaseline = "middle";
@@ -132,16 +146,6 @@ function drawMap() {
     pen.strokeStyle = ink;
     pen.lineWidth = 1.5;
     pen.strokeRect(left + map.best[i] * size + 0.5, top + i * size + 0.5, size - 2, size - 2);
-  });
-  pen.fillStyle = ink;
-  pen.font = font;
-  pen.textAlign = "left";
-  map.columns.forEach(({ name }, j) => {
-    pen.save();
-    pen.translate(left + (j + 0.5) * size, top - 5);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText(shortened(name), 0, 0);
-    pen.restore();
   });
   pen.strokeStyle = line;
   pen.lineWidth = 1;
@@ -171,7 +175,8 @@ function moveInMap(event) {
   drawMap();
   const [box, x, y] = [$("map-scroll"), map.left + map.column * map.size, map.top + map.row * map.size];
   const seen = (place, start, size) => (place < start ? place - map.size : place + 2 * map.size > start + size ? place + 2 * map.size - size : start);
-  box.scrollTo(map.column ? seen(x, box.scrollLeft, box.clientWidth) : 0, map.row ? seen(y, box.scrollTop, box.clientHeight) : 0);
+  const [width, height] = [box.clientWidth - $("map-rows").offsetWidth, box.clientHeight - $("map-columns").offsetHeight];
+  box.scrollTo(map.column ? seen(x, box.scrollLeft, width) : 0, map.row ? seen(y, box.scrollTop, height) : 0);
 }
 
 function prepareMap() {
