@@ -85,7 +85,10 @@ def _blocking(
         if not shown or total < SHORTEST_WITH_BAR:
             return self._wait(run())
         with tqdm(total=total, unit="text") as bar:
-            return self._wait(run(progress=_showing(bar, total)))
+            result = self._wait(run(progress=_showing(bar, total)))
+            if not getattr(result, "unscored", ()):  # without values, nothing has moved it
+                bar.update(total - bar.n)
+            return result
 
     return call
 

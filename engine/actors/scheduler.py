@@ -94,7 +94,8 @@ class OpenRequest:
             return None
         if self._admitted.arrived is not None:
             self._admitted.arrived(self._values)
-        if (progress := self._admitted.options.progress) is None:
+        progress = self._admitted.options.progress
+        if progress is None or not self._values:  # all may be cached
             return None
         try:
             progress(len(self._values) - self.missing, len(self._values))

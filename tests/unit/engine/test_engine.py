@@ -267,7 +267,7 @@ async def test_the_least_budget_runs_every_kind_of_request(stanford_colbert: str
 
 
 async def test_a_blocking_engine_has_every_method(
-    three_label_classifier: str, gte: str, capsys: pytest.CaptureFixture[str]
+    three_label_classifier: str, gte: str, bert_cross_encoder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with SyncEngine(EngineConfig(model=gte)) as engine:
         assert len(engine.rerank("what is it", ["a", "b", "c", "d"], top_n=3).results) == 3
@@ -292,6 +292,11 @@ async def test_a_blocking_engine_has_every_method(
         engine.set_tenants({"a": Tenant(max_request_tokens=1)})
         with pytest.raises(errors.RequestTooLargeError, match="max_request_tokens of the tenant 'a' raised"):
             engine.score("q", "d", tenant="a")
+    with SyncEngine(EngineConfig(model=bert_cross_encoder)) as engine:
+        for _ in range(2):  # the second time, all scores are cached
+            engine.rerank("what", texts)
+            assert "300/300" in capsys.readouterr().err
+        engine.rerank("what", texts, progress=lambda there, in_all: seen.append((there // in_all, in_all)))
     with SyncEngine(EngineConfig(model=three_label_classifier)) as engine:
         assert engine.classify(["a", "b"]).scores.shape == (2, 3)
         assert engine.classify(["a"], text_pairs=["b"]).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
