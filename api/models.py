@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import SimpleNamespace
@@ -152,10 +153,12 @@ class SeveralModels:
             raise refused
 
     async def clear_cache(self) -> None:
-        """Clears the caches of all models. Those that load meanwhile clear theirs before they serve."""
+        """Clears the caches of all models. Those that load meanwhile clear theirs before they serve; those
+        that die or are dropped are passed over."""
         self._num_clears += 1
-        for name in self._ok():
-            await self._served[name].engine.clear_cache()
+        for engine in [self._served[name].engine for name in self._ok()]:
+            with suppress(EngineDeadError, EngineNotReadyError):
+                await engine.clear_cache()
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
         """Runs work that belongs to no model yet in the threads of one, or of another if that dies or is

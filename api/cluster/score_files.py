@@ -118,7 +118,7 @@ def _read_object(line: bytes) -> Row | str:
     """A line's object, or an error."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"is no JSON: {error}"
     return row if isinstance(row, dict) else f"is no JSON object but {type(row).__name__}"
 

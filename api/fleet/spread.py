@@ -390,9 +390,9 @@ class ScoreJob:
 
     @property
     def most_tokens(self) -> int:
-        """Upper bound: a token is at least a character, and pairs repeat the query."""
-        of_query = max(map(size_of, self.queries))
-        return sum(size_of(each) + of_query + MOST_AROUND for each in self.documents)
+        """Upper bound: pairs repeat the query."""
+        of_query = max(map(_most_tokens, self.queries))
+        return sum(_most_tokens(each) + of_query + MOST_AROUND for each in self.documents)
 
     @property
     def split(self) -> Split:
@@ -502,6 +502,16 @@ def size_of(item: Item) -> int:
     return sum(map(len, item.texts)) + _PICTURE * len(item.pictures)
 
 
+def _most_tokens(item: Item | tuple[int, ...]) -> int:
+    """Upper bound: a token of a text is at least a byte."""
+    if isinstance(item, tuple):
+        return len(item)
+    if isinstance(item, Vectors):
+        return size_of(item)
+    texts, pictures = ([item], 0) if isinstance(item, str) else (item.texts, len(item.pictures))
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + _PICTURE * pictures
+
+
 _OF_THE_RUN = frozenset({"truncation", "priority", "tenant", "timeout"})
 # Estimated characters of a token.
 _CHARACTERS_A_TOKEN = 4
@@ -535,8 +545,8 @@ class EmbedJob:
 
     @property
     def most_tokens(self) -> int:
-        """Upper bound: a token is at least a character."""
-        return sum(_input_size(text) + MOST_AROUND for text in self.texts)
+        """Upper bound."""
+        return sum(_most_tokens(text) + MOST_AROUND for text in self.texts)
 
     def question_of_all(self, task: Literal["embed", "token_embed", "sparse_embed"]) -> Embed:
         return Embed(texts=sent_inputs(self.texts), run=self._run, task=task, **self._options)

@@ -66,6 +66,9 @@ def test_a_shard_is_complete_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has changed"):
         write_shard(JsonlShards(), Shard(0, str(path), 0, 4), Lengths(), out)
     assert list(out.iterdir()) == []
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="its first line is no JSON: maximum recursion"):
+        JsonlShards().check(path, True)
 
 
 def _folder(path: Path, digest: str = "a", resume: bool = True) -> RunFolder:

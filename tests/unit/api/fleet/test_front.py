@@ -325,6 +325,7 @@ async def test_large_requests_are_spread_unless_they_belong_together(tmp_path: P
 
 
 async def test_parts_without_time_count_no_query() -> None:
+    assert ScoreJob(_FACTS, "q", ["𝄞"], SCORE_DEFAULTS).most_tokens == 1 + 4 + 1_024, "a token is a byte"
     scored = ScoreJob(_FACTS, "q", ["a", "b", "c"], SCORE_DEFAULTS)
     whole = ScoreResult([1.0], Usage(30, 0, 0, 10), 1, truncated_queries=1, raw_scores=[20.0])
     none = ScoreResult([math.nan], Usage(0), 0, unscored=(0,))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from maxsimd.api.handlers.tei import wanted_by_fields
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.state import ServerState
-from maxsimd.engine import EngineConfig, Engines
+from maxsimd.engine import EngineConfig, EngineNotReadyError, Engines
 from tests.unit.calling_handlers import GOOD, Caller, error_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1}
@@ -81,6 +81,7 @@ class LoadingEngines:
         self.has_begun, self.may_load, self.num_cleared = asyncio.Event(), asyncio.Event(), 0
         self.facts = SimpleNamespace(how_it_runs="")
         self.death = None
+        self.while_it_clears: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         self.has_begun.set()
@@ -103,6 +104,7 @@ class LoadingEngines:
     async def clear_cache(self) -> None:
         self.num_cleared += 1
         await asyncio.sleep(0)
+        self.while_it_clears()
 
     async def stop(self, grace: float | None = None) -> None: ...
 
@@ -118,8 +120,15 @@ async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(is_f
     engines.may_load.set()
     await loading
     assert (engines.num_cleared, models.engine("a")) == (1, engines)
+
+    def drop() -> None:
+        models._served.pop("b", None)
+        raise EngineNotReadyError("it is dropped")
+
+    engines.while_it_clears = drop
+    models._setups["b"], models._served["b"] = models._setups["a"], models._served["a"]
     await models.clear_cache()
-    assert engines.num_cleared == 2
+    assert engines.num_cleared == 3
     await models.stop()
 
 
