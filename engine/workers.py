@@ -161,21 +161,31 @@ class WorkerPool:
 
     def submit(self, function: Callable[[], T], size: int) -> Work[T]:
         """Queues a function before larger work. `size` is the approximate number of characters that it reads
-        or writes. In a closed pool the future is cancelled at once."""
+        or writes. In a closed pool the future is cancelled at once. Raises RuntimeError if the pool has no
+        thread and the system has none to give."""
         with self._changed:
             self._num_submitted += 1
             work = Work(self, function, size, self._num_submitted)
             if self._is_closed:
                 work.withdraw()
                 return work
-            self._waiting.setdefault(work.size_class, deque()).append(work)
             if len(self._threads) < self._num_threads:
-                name = f"maxsimd-pool_{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
+                self._start_thread()
+            self._waiting.setdefault(work.size_class, deque()).append(work)
             # All: resting and idle threads wait for the same condition.
             self._changed.notify_all()
         return work
+
+    def _start_thread(self) -> None:
+        name = f"maxsimd-pool_{len(self._threads)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give; the next work tries again
+            if not self._threads:
+                raise
+            return
+        self._threads.append(thread)
 
     def run_smaller(self, size_class: int) -> None:
         """Runs one piece of waiting work of a lower class, if there is one."""

@@ -128,6 +128,24 @@ def test_an_idle_thread_holds_no_result(pool: WorkerPool) -> None:
     wait_for(lambda: result() is None)
 
 
+def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, start = WorkerPool(2), threading.Thread.start
+    fails = iter([True, False, True, False])
+
+    def starting(thread: threading.Thread) -> None:
+        if next(fails):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.submit(lambda: "lost", SMALL)
+    for _ in range(3):
+        assert pool.submit(lambda: "done", SMALL).future.result(PATIENCE) == "done"
+    assert len(pool._threads) == 2
+    pool.close()
+
+
 def test_closing_ends_all_work_and_all_threads() -> None:
     pool = WorkerPool(2)
     begun = threading.Event()
