@@ -114,7 +114,7 @@ METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 log = logging.getLogger("maxsimd.http")
 
 # Ends of base URLs to which clients append whole paths.
-_BASES = ("/v1", "/v2", vendor_reranks.INFINITY)
+_BASES = ("/v1", "/v2", vendor_reranks.INFINITY, f"{vendor_reranks.INFINITY}/v1")
 # The text before and after `{name}` in each route that has a model name.
 _AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
@@ -189,16 +189,24 @@ async def handle(
 def route_of(path: str) -> str:
     """The route that a path means. Clients add a slash at the end, or a whole path behind a base URL that has
     one, such as /v1/v2/rerank or /infinity/embeddings."""
+    return _split(path)[0]
+
+
+def _split(path: str) -> tuple[str, str]:
+    """The route that a path means, and the path without a base before it and slashes at its end."""
     if path in ROUTES:
-        return path
+        return path, path
     plain = path.rstrip("/")
-    for route, (before, behind) in _AROUND_NAME.items():
-        if plain.startswith(before) and plain.endswith(behind) and len(plain) > len(before) + len(behind):
-            return route
-    if plain in ROUTES:
-        return plain
-    shorter = (plain.removeprefix(base) for base in _BASES)
-    return next((path for path in shorter if path != plain and path in ROUTES), plain)
+    for base in ("", *_BASES):
+        if not plain.startswith(f"{base}/"):
+            continue
+        rest = plain.removeprefix(base)
+        for route, (before, behind) in _AROUND_NAME.items():
+            if rest.startswith(before) and rest.endswith(behind) and len(rest) > len(before) + len(behind):
+                return route, rest
+        if rest in ROUTES:
+            return rest, rest
+    return plain, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +287,9 @@ def _model_change_methods(state: ServerState, route: str) -> tuple[str, ...]:
 def _model_in(path: str) -> str:
     """The model's name in the path. Clients may write a slash as %2F and must write % as %25. A path may end
     in a slash, a name does not."""
-    before, behind = _AROUND_NAME.get(route_of(path), (path, ""))
-    name = path.rstrip("/").removesuffix(behind)[len(before) :]
+    route, rest = _split(path)
+    before, behind = _AROUND_NAME.get(route, (rest, ""))
+    name = rest.rstrip("/").removesuffix(behind)[len(before) :]
     return re.sub(
         "%(2f|25)", lambda found: "%" if found[1] == "25" else "/", name, flags=re.IGNORECASE
     ).rstrip("/")

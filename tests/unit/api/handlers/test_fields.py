@@ -332,7 +332,7 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
         assert error["type"] == "NotFoundError"
     for path in ("/v1/inference/{}", "/v1/retrieval/{}/reranking"):
         body = GOOD["POST", path.format("all-MiniLM-L6-v2")] | {"model": "nope"}
-        assert (await caller.post(path.format("mine"), body)).status == 400  # which all requests are here
+        assert (await caller.post("/v1" + path.format("mine"), body)).status == 400  # as all requests here
         assert (await caller.post(path.format("%2F"), body | {"model": "mine"})).status == 404
         missing = "The model `org/nope` does not exist; served here: `mine`."
         await caller.refused(path.format("org%2Fnope"), body, 404, says=missing)

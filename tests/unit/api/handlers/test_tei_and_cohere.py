@@ -79,7 +79,7 @@ async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) ->
     for given, meant in (
         ("/rerank/", "/rerank"), ("/v1/v2/rerank", "/v2/rerank"), ("/v1/v1/embeddings", "/v1/embeddings"),
         ("/v1/embed_all", "/embed_all"), ("/infinity/embeddings", "/embeddings"),
-        ("/infinity/v1/rerank/", "/infinity/v1/rerank"),
+        ("/infinity/v1/rerank/", "/infinity/v1/rerank"), ("/infinity/v1/embed_all", "/embed_all"),
     ):  # fmt: skip
         caller = Caller(engine)
         answer, expected = await caller.json(given, body), await caller.json(meant, body)
@@ -92,14 +92,15 @@ async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngin
     listed = json.loads((await caller.ask("GET", "/v1/models")).body)["data"]
     assert [card["id"] for card in listed] == ["mine", "org/other"]
     for name in ("mine", "org/other"):
-        answer = await caller.ask("GET", f"/v1/models/{name}")
-        assert json.loads(answer.body)["id"] == name
+        for base in ("", "/v1", "/infinity", "/infinity/v1"):
+            answer = await caller.ask("GET", f"{base}/v1/models/{name}")
+            assert json.loads(answer.body)["id"] == name
         assert (await caller.post("/rerank", {"model": name, "query": "q", "documents": ["d"]})).status == 200
     answer = await caller.ask("GET", "/v1/models/nope")
     message = "The model `nope` does not exist; served here: `mine`, `org/other`."
     assert (answer.status, error_of(answer)["message"]) == (404, message)
     assert (await caller.ask("POST", "/v1/models/mine")).status == 405
-    assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
+    assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 8
 
 
 async def test_coheres_shapes(caller: Caller, engine: RecordingEngine) -> None:
