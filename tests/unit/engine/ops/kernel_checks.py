@@ -1,9 +1,9 @@
 """Checks of every Triton kernel on random ragged input: interpreted on a CPU, or compiled on a GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, 
 from tests.unit.pairs import Pairs, pairs_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+Items = TypeVar("Items", Ragged, Spans)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -40,9 +41,11 @@ def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, Pairs]:
     return random_ragged(queries, dim, 1), random_ragged(documents, dim, 2), pairs_of(pairs)
 
 
-def examples(count: int, device: str) -> settings:
-    """Many on a GPU; interpreting takes long, so that there a run has an eighth of them, others each time."""
-    return settings(max_examples=count if device != "cpu" else count // 8, deadline=None)
+def for_examples(count: int, device: str, *drawn: st.SearchStrategy[Any]) -> Callable[[Any], None]:
+    """Runs a comparison with what is drawn, as soon as it is defined. There are many examples on a GPU;
+    interpreting takes long, so that there a run has an eighth of them, others each time."""
+    wanted = settings(max_examples=count if device != "cpu" else count // 8, deadline=None)
+    return lambda compare: wanted(given(*drawn)(compare))()
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
@@ -50,9 +53,9 @@ def close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours.float().cpu(), exact.float(), atol=tolerance, rtol=tolerance)
 
 
-def on(items: Ragged, device: str) -> Ragged:
+def on(items: Items, device: str) -> Items:
     scales = None if items.scales is None else items.scales.to(device)
-    return Ragged(items.values.to(device), items.offsets, scales)
+    return replace(items, values=items.values.to(device), scales=scales)
 
 
 def scored(queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k: int | None = None) -> Any:
@@ -62,8 +65,9 @@ def scored(queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k:
 
 
 def check_maxsim(device: str) -> None:
-    @examples(40, device)
-    @given(problems(), st.sampled_from([None, 1, 2, 7]), st.sampled_from(DTYPES), st.booleans())
+    @for_examples(
+        40, device, problems(), st.sampled_from([None, 1, 2, 7]), st.sampled_from(DTYPES), st.booleans()
+    )
     def compare(
         problem: tuple[Ragged, Ragged, Pairs], split_k: int | None, dtype: torch.dtype, int8: bool
     ) -> None:
@@ -76,7 +80,6 @@ def check_maxsim(device: str) -> None:
         ours = scored(queries, documents, pairs, device, split_k)
         torch.testing.assert_close(ours, exact, atol=tolerance, rtol=tolerance)
 
-    compare()
     queries, documents = random_ragged([5, 33], 200, 1), random_ragged([70, 0, 1], 200, 2)
     assert scored(queries, documents, [], device).shape == (0,)
 
@@ -177,26 +180,20 @@ def check_maxsim_by_small_tiles(device: str) -> None:
     # On a GPU, each is a compilation.
     dims, folds = ([3, 33, 42, 48, 64, 96, 130], [1, 2]) if device == "cpu" else ([42, 96], [2])
 
-    @examples(80, device)
-    @given(tiled_problems(st.sampled_from(dims)), st.sampled_from([None, 1, 3]), st.sampled_from(folds))
+    @for_examples(
+        80, device, tiled_problems(st.sampled_from(dims)), st.sampled_from([None, 1, 3]),
+        st.sampled_from(folds),
+    )  # fmt: skip
     def compare(problem: tuple[Ragged, Spans, Pairs], split_k: int | None, fold: int) -> None:
         queries, documents, pairs = problem
         exact = maxsim_reference(
             queries.decoded(torch.float32), documents.gathered().decoded(torch.float32), pairs
         )
         small = {"query": 32, "document": 64 if device != "cpu" else 16, "fold": fold}
-        there = Spans(
-            documents.values.to(device),
-            documents.starts,
-            documents.stops,
-            None if documents.scales is None else documents.scales.to(device),
-        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(maxsim, "tiles_for", lambda *asked: replace(table(*asked), **small))
-            found = maxsim_spans_triton(on(queries, device), there, pairs, split_k)
+            found = maxsim_spans_triton(on(queries, device), on(documents, device), pairs, split_k)
         torch.testing.assert_close(found.cpu(), exact, atol=1e-3, rtol=1e-4, equal_nan=True)
-
-    compare()
 
 
 def check_maxsim_of_slices(device: str) -> None:
@@ -354,28 +351,21 @@ def check_attention(device: str) -> None:
 
     for problems in (whole_sequences, chunks, behind_prefixes):
 
-        @examples(24, device)
-        @given(problems(DIMS, st.sampled_from(DTYPES)), SMALL_TILES)
+        @for_examples(24, device, problems(DIMS, st.sampled_from(DTYPES)), SMALL_TILES)
         def compare(problem: Attention, tiles: tuple[int, int, int, int] | None) -> None:
             with tiled(tiles):
                 found = problem.by(TritonBackend(), device)
             close(found, problem.exactly().nan_to_num(), problem.qkv.query.dtype)
 
-        compare()
-
 
 def check_projection(device: str) -> None:
     from maxsimd.engine.ops.triton.projection import Projection, project
 
-    @examples(40, device)
-    @given(
-        st.integers(1, 90),
-        st.integers(0, 80),
+    @for_examples(
+        40, device, st.integers(1, 90), st.integers(0, 80),
         st.tuples(st.sampled_from([16, 48, 100]), st.sampled_from([16, 96, 128, 200, 1024])),
-        st.sampled_from(DTYPES),
-        st.booleans(),
-        st.booleans(),
-    )
+        st.sampled_from(DTYPES), st.booleans(), st.booleans(),
+    )  # fmt: skip
     def compare(
         tokens: int, pooled: int, shape: tuple[int, int], dtype: torch.dtype, biased: bool, normalized: bool
     ) -> None:
@@ -396,7 +386,6 @@ def check_projection(device: str) -> None:
         assert rounded.dtype is torch.bfloat16
         torch.testing.assert_close(rounded.float().cpu(), exact, atol=2e-2, rtol=1e-2)
 
-    compare()
     nothing = torch.zeros(16, 16, device=device)
     rows = torch.arange(2, device=device)
     assert (project(nothing, rows, Projection(nothing, None, 1e-12), torch.float32) == 0).all()
@@ -431,15 +420,10 @@ def as_read(weight: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def check_layer_norm(device: str) -> None:
-    @examples(40, device)
-    @given(
-        ROWS,
-        WIDTHS,
-        st.sampled_from(layer_dtypes(device)),
-        st.sampled_from([0, 16]),
-        st.sampled_from([0.0, 30.0]),
-        st.booleans(),
-    )
+    @for_examples(
+        40, device, ROWS, WIDTHS, st.sampled_from(layer_dtypes(device)), st.sampled_from([0, 16]),
+        st.sampled_from([0.0, 30.0]), st.booleans(),
+    )  # fmt: skip
     def compare(rows: int, width: int, dtype: torch.dtype, apart: int, mean: float, biased: bool) -> None:
         x = numbers(rows, width, dtype=dtype, seed=1, apart=apart) + mean
         residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
@@ -455,49 +439,32 @@ def check_layer_norm(device: str) -> None:
         # Computed from the rounded sum; the interpreter rounds bfloat16 differently.
         same(normed, elementwise.layer_norm_reference(total.cpu(), weight, bias, 1e-5))
 
-    compare()
-
 
 def check_rms_norm(device: str) -> None:
-    @examples(40, device)
-    @given(
-        ROWS,
-        WIDTHS,
-        st.sampled_from(layer_dtypes(device)),
-        st.sampled_from([0, 16]),
+    @for_examples(
+        40, device, ROWS, WIDTHS, st.sampled_from(layer_dtypes(device)), st.sampled_from([0, 16]),
         st.sampled_from([1e-6, 0.5]),
-    )
+    )  # fmt: skip
     def compare(rows: int, width: int, dtype: torch.dtype, apart: int, epsilon: float) -> None:
         x = numbers(rows, width, dtype=dtype, seed=1, apart=apart)
         residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
         weight = numbers(width, dtype=dtype, seed=3)
         there = [x.to(device), residual.to(device), as_read(weight, device)]
-        same(
-            elementwise.rms_norm(there[0], there[2], epsilon),
-            elementwise.rms_norm_reference(x, weight, epsilon),
-        )
         wide = weight.float() + 1  # as Gemma has it
-        same(
-            elementwise.rms_norm(there[0], wide.to(device), epsilon),
-            elementwise.rms_norm_reference(x, wide, epsilon),
-        )
+        for used, own in ((there[2], weight), (wide.to(device), wide)):
+            found = elementwise.rms_norm(there[0], used, epsilon)
+            same(found, elementwise.rms_norm_reference(x, own, epsilon))
         total, normed = elementwise.sum_and_rms_norm(*there, epsilon)
         exact_total, exact = elementwise.sum_and_rms_norm_reference(x, residual, weight, epsilon)
         same(total, exact_total)  # the interpreter rounds to bfloat16 in its own way
         same(normed, exact)
 
-    compare()
-
 
 def check_norm_rotary(device: str) -> None:
-    @examples(40, device)
-    @given(
-        st.integers(0, 4),
-        st.tuples(st.integers(1, 9), st.integers(1, 5)),
-        st.sampled_from([16, 32, 64, 80, 128, 256]),
-        st.sampled_from(layer_dtypes(device)),
-        st.booleans(),
-    )
+    @for_examples(
+        40, device, st.integers(0, 4), st.tuples(st.integers(1, 9), st.integers(1, 5)),
+        st.sampled_from([16, 32, 64, 80, 128, 256]), st.sampled_from(layer_dtypes(device)), st.booleans(),
+    )  # fmt: skip
     def compare(rows: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, normed: bool) -> None:
         together = heads[0] + 2 * heads[1]
         qkv = numbers(rows, together, head_dim, dtype=dtype, seed=1)
@@ -515,17 +482,12 @@ def check_norm_rotary(device: str) -> None:
         values = slice(sum(heads), None)
         assert torch.equal(there[:, values].cpu(), qkv[:, values])
 
-    compare()
-
 
 def check_gated(device: str) -> None:
-    @examples(30, device)
-    @given(
-        ROWS,
-        st.sampled_from([1, 48, 1024, 1500]),
-        st.sampled_from(layer_dtypes(device)),
+    @for_examples(
+        30, device, ROWS, st.sampled_from([1, 48, 1024, 1500]), st.sampled_from(layer_dtypes(device)),
         st.sampled_from([1.0, 60.0]),
-    )
+    )  # fmt: skip
     def compare(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
         gate_up = numbers(rows, 2 * width, dtype=dtype, seed=rows, apart=16) * scale
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -539,7 +501,6 @@ def check_gated(device: str) -> None:
             allowed = lost + LAYER_TOLERANCE[dtype] * exact.float().abs() + torch.finfo(dtype).smallest_normal
             assert (apart <= allowed).all(), f"{activation}: {float((apart - allowed).max())} too far apart"
 
-    compare()
     broken = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]], device=device)
     for activation in elementwise.ACTIVATIONS:
         assert elementwise.gated(broken, activation).isnan().all()

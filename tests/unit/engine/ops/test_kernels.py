@@ -312,13 +312,10 @@ def test_rows_keep_bits_among_others(pack: Pack, tiles: bool, inputs: int, colum
 
 @needs_kernels
 @given(
-    st.lists(st.integers(1, 80), min_size=2, max_size=6),
-    st.sampled_from([(1, 1), (2, 1), (1, 3)]),
-    st.sampled_from([16, 24, 64]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.booleans(),
+    st.lists(st.integers(1, 80), min_size=2, max_size=6), st.sampled_from([(1, 1), (2, 1), (1, 3)]),
+    st.sampled_from([16, 24, 64]), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(),
     st.none() | st.integers(2, 30),
-)
+)  # fmt: skip
 @settings(deadline=None)
 def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     lengths: list[int], heads: tuple[int, int], head_dim: int, dtype: Any, causal: bool, window: int | None
@@ -329,10 +326,8 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
         return laid_out(lengths, seen, backend=OURS, causal=causal).layout
 
     kv_heads, repeats = heads
-    q, k, v = (
-        torch.randn(sum(lengths), count, head_dim).to(dtype).transpose(0, 1)
-        for count in (kv_heads * repeats, kv_heads, kv_heads)
-    )
+    counts = (kv_heads * repeats, kv_heads, kv_heads)
+    q, k, v = (kernel_checks.random_heads(n, sum(lengths), head_dim, dtype, i) for i, n in enumerate(counts))
     qkv = QKV(q, k, v, 0.2, window)
     everything = full(OURS, qkv, side_by_side(lengths))
     with threads(1):
@@ -350,11 +345,8 @@ WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", FINITE_DTYPES)
 def test_the_first_with_a_wrong_number_is_found(dtype: torch.dtype) -> None:
-    greatest = [
-        torch.full((97,), sign * torch.finfo(kind).max, dtype=kind)
-        for kind in FINITE_DTYPES
-        for sign in (1, -1)
-    ]
+    ends = itertools.product(FINITE_DTYPES, (1, -1))
+    greatest = [torch.full((97,), sign * torch.finfo(kind).max, dtype=kind) for kind, sign in ends]
     assert first_not_finite(greatest) is first_not_finite([]) is None
     for wrong, length in itertools.product(WRONG, (1, 15, 16, 17, 31, 32, 33, 64, 95)):
         for position in range(length):
@@ -373,23 +365,14 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @needs_kernels
 @settings(deadline=None, max_examples=60)
 @given(
-    pictures=st.integers(1, 4),
-    heads=st.integers(1, 3),
-    patches=st.integers(1, 70),
-    dims=st.sampled_from([8, 16, 24, 64, 72, 80]),
-    dtype=st.sampled_from([*TOWER_TOLERANCES]),
-    scaling=st.sampled_from([None, 0.1]),
-    are_rows_apart=st.booleans(),
-)
+    pictures=st.integers(1, 4), heads=st.integers(1, 3), patches=st.integers(1, 70),
+    dims=st.sampled_from([8, 16, 24, 64, 72, 80]), dtype=st.sampled_from([*TOWER_TOLERANCES]),
+    scaling=st.sampled_from([None, 0.1]), are_rows_apart=st.booleans(),
+)  # fmt: skip
 def test_attention_of_towers_equals_torch(
-    pictures: int,
-    heads: int,
-    patches: int,
-    dims: int,
-    dtype: torch.dtype,
-    scaling: float | None,
+    pictures: int, heads: int, patches: int, dims: int, dtype: torch.dtype, scaling: float | None,
     are_rows_apart: bool,
-) -> None:
+) -> None:  # fmt: skip
     # As towers make them: views of one product, or tensors by themselves.
     if are_rows_apart:
         product = numbers(pictures, patches, 3, heads, dims, dtype=dtype)
