@@ -30,11 +30,9 @@ def parent() -> str:
     folder = TemporaryDirectory()
     path = str(Path(folder.name, "socket"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.imported", path],
-        stdin=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "tests.imported", path], stdin=subprocess.PIPE, cwd=Path(__file__).parents[1],
         start_new_session=True,
-    )
+    )  # fmt: skip
 
     def end() -> None:
         assert process.stdin is not None

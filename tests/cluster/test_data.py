@@ -71,12 +71,10 @@ def test_a_data_set_has_the_engines_scores(local_ray: Any, config: EngineConfig)
 @pytest.mark.exhaustive
 def test_rows_are_made_of_others_and_made_into_others(local_ray: Any, config: EngineConfig) -> None:
     scorer = build_scorer(
-        config,
+        config, query="file", batch_size=10,
         preprocess=lambda row: {"document": row["title"] + " " + row["body"]},
         postprocess=lambda row: {"number": row["number"], "score": row["score"], "names": sorted(row)},
-        query="file",
-        batch_size=10,
-    )
+    )  # fmt: skip
     given = [{"number": i, "title": f"title {i}", "body": "of a file"} for i in range(25)]
     scored = scorer(local_ray.data.from_items(given)).take_all()
     with SyncEngine(config, progress=False) as engine:

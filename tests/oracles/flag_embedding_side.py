@@ -32,10 +32,8 @@ def _bge_m3(order: dict[str, Any], pairs: list[tuple[str, str]]) -> dict[str, An
 def _gemma2(order: dict[str, Any], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     from FlagEmbedding import LightWeightFlagLLMReranker
 
-    model, runs = (
-        LightWeightFlagLLMReranker(order["checkpoint"], use_fp16=False, devices="cpu"),
-        order["runs"],
-    )
+    runs = order["runs"]
+    model = LightWeightFlagLLMReranker(order["checkpoint"], use_fp16=False, devices="cpu")
     return {name: model.compute_score(pairs, batch_size=8, max_length=1024, **runs[name]) for name in runs}
 
 

@@ -95,12 +95,10 @@ def score_of(server: Server, document: Any) -> float:
 
 def test_a_picture_scores_the_same_from_everywhere(pages: Server, media_host: str, media_dir: Path) -> None:
     shapes: list[Any] = [
-        {"content": [part(FIRST)]},
-        {"image": FIRST.partition(",")[2]},
-        {"content": [part(f"{media_host}/first.png")]},
-        {"image": (media_dir / "first.png").as_uri()},
+        {"content": [part(FIRST)]}, {"image": FIRST.partition(",")[2]},
+        {"content": [part(f"{media_host}/first.png")]}, {"image": (media_dir / "first.png").as_uri()},
         {"image": data_url(file_of(1, kind="BMP"))},
-    ]
+    ]  # fmt: skip
     scores = [score_of(pages, shape) for shape in shapes]
     assert len(set(scores)) == 1
     assert score_of(pages, {"image": SECOND}) != scores[0]

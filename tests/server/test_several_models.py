@@ -29,12 +29,8 @@ def several(
     folder = tmp_path_factory.mktemp("several")
     keys, config = folder / "keys", folder / "maxsimd.yaml"
     keys.write_text("boss admin=yes\n")
-    models: dict[str, Any] = {
-        "embed": {},
-        "rerank": {"model": bert_cross_encoder},
-        "org/doomed": {"model": bert_cross_encoder},
-        "broken": {"model": str(folder / "nowhere")},
-    }
+    models: dict[str, Any] = {name: {"model": bert_cross_encoder} for name in ("rerank", "org/doomed")}
+    models = {"embed": {}, **models, "broken": {"model": str(folder / "nowhere")}}
     options = {"dtype": "float32", "api_key_file": str(keys), "grace_seconds": 1.0}
     config.write_text(yaml.safe_dump({"models": models, **options}, sort_keys=False))
     return module_starter("--config", str(config), file=FAILING)

@@ -41,14 +41,8 @@ def launches() -> list[MaxSimLaunch]:
 
 @pytest.mark.parametrize(
     "launch",
-    [
-        pytest.param(
-            launch,
-            id=f"sm_{launch.capability}: {launch.name}, {launch.tiles.stages} stages, split {launch.split}",
-            marks=() if launch in FEW else pytest.mark.exhaustive,
-        )
-        for launch in launches()
-    ],
+    [*filter(FEW.__contains__, launches()), *exhaustive(*(one for one in launches() if one not in FEW))],
+    ids=lambda one: f"sm_{one.capability}: {one.name}, {one.tiles.stages} stages, split {one.split}",
 )
 def test_maxsim_fits_into_registers_and_shared_memory(launch: MaxSimLaunch) -> None:
     code = compiled(launch.source, launch.capability)
@@ -74,13 +68,10 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
 @pytest.mark.parametrize(
     ("longest_query", "documents", "programs", "instructions"),
     [
-        (32, "bf16", 5, 125),
-        (1024, "bf16", 2, 240),
-        (32, "i8", 6, 260),
-        (1024, "i8", 2, 340),
+        (32, "bf16", 5, 125), (1024, "bf16", 2, 240), (32, "i8", 6, 260), (1024, "i8", 2, 340),
         *exhaustive((64, "bf16", 4, 140), (128, "bf16", 2, 240), (64, "i8", 4, 290)),
     ],
-)
+)  # fmt: skip
 def test_turns_are_short(longest_query: int, documents: str, programs: int, instructions: int) -> None:
     _, code = on_hopper(longest_query, documents)
     assert resident_programs(code, H100) >= programs

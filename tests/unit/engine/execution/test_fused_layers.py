@@ -246,14 +246,9 @@ def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> N
         ids, types = (torch.randint(n, (sum(lengths),), generator=random) for n in (50, 2))
         batch = laid_out(lengths, attended, backend, causal)
         step = StepAttention(backend, backend.prepare(batch.layout, CPU))
-        given_types = {"token_type_ids": types[None]} if takes_types else {}
-        found = ours(
-            ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            step_attention=step,
-            **given_types,
-        ).last_hidden_state[0]
+        inputs: dict[str, Any] = {"token_type_ids": types[None]} if takes_types else {}
+        inputs |= {"position_ids": batch.position_ids[None], "attention_mask": None, "step_attention": step}
+        found = ours(ids[None], **inputs).last_hidden_state[0]
         start = 0
         for length, seen in zip(lengths, attended, strict=True):
             rows = slice(start, start + length)
@@ -429,12 +424,8 @@ def test_gelu_stays_apart_where_joining_is_wrong_or_slow(why: str, caplog: pytes
 def test_only_the_exact_gelu_in_bfloat16_on_a_gpu_is_joined() -> None:
     assert fused_layers.fused_intermediate(intermediate()) is None  # on a CPU
     with joining(parts.joined_gelu, 0.2, 0.3):
-        for other in (
-            intermediate("gelu_new"),
-            intermediate("relu"),
-            intermediate(dtype=torch.float32),
-            intermediate(dtype=torch.float16),
-        ):
+        others = [intermediate(activation) for activation in ("gelu_new", "relu")]
+        for other in [*others, *(intermediate(dtype=dtype) for dtype in (torch.float32, torch.float16))]:
             assert fused_layers.fused_intermediate(other) is None
 
 

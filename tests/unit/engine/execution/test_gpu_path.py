@@ -231,12 +231,9 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
     model: Any = SimpleNamespace(backbone=SimpleNamespace(config=sized), max_tokens=512)
     runner: Any = SimpleNamespace(backend=None)
     for free, unused, configured, tokens in (
-        (80 << 30, 0, None, 16_384),
-        (256 * mib, 0, None, 4_096),
-        (128 * mib, 128 * mib, None, 4_096),
-        (256 * mib, 0, 512, 512),
-        (256 * mib, 0, 65_536, 65_536),
-    ):
+        (80 << 30, 0, None, 16_384), (256 * mib, 0, None, 4_096), (128 * mib, 128 * mib, None, 4_096),
+        (256 * mib, 0, 512, 512), (256 * mib, 0, 65_536, 65_536),
+    ):  # fmt: skip
         config = EngineConfig(max_batch_tokens=configured)
         with_free(monkeypatch, free, unused)
         assert devices.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
@@ -348,15 +345,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
     sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
     replaced = {
-        "set_device": found.set_device,
-        "current_device": found.current,
-        "graph_pool_handle": lambda: (0, 0),
-        "mem_get_info": found.asked("memory", (1, 1)),
-        "synchronize": found.asked("synchronize", None),
-        **dict.fromkeys(("current_stream", "Stream"), found.stream),
-        "Event": found.event,
+        "set_device": found.set_device, "current_device": found.current, "graph_pool_handle": lambda: (0, 0),
+        "mem_get_info": found.asked("memory", (1, 1)), "synchronize": found.asked("synchronize", None),
+        **dict.fromkeys(("current_stream", "Stream"), found.stream), "Event": found.event,
         **dict.fromkeys(sizes, found.asked("memory", 0)),
-    }
+    }  # fmt: skip
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     return found

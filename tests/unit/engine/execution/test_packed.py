@@ -43,12 +43,9 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
 
 
 def laid_out(
-    lengths: list[int],
-    attended: list[int] | None = None,
-    backend: AttentionBackend[Any] = GROUPED,
-    causal: bool = False,
-    position_offset: int = 0,
-) -> layouts.PackedBatch:
+    lengths: list[int], attended: list[int] | None = None, backend: AttentionBackend[Any] = GROUPED,
+    causal: bool = False, position_offset: int = 0,
+) -> layouts.PackedBatch:  # fmt: skip
     return layouts.lay_out(
         make_step(lengths, attended), {}, causal=causal, arrangement=backend.arrangement,
         position_offset=position_offset,
@@ -91,19 +88,10 @@ def attention_problems(draw: st.DrawFn, causal_ends: bool = False) -> Problem:
 
 
 def plain_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    offsets_q: torch.Tensor,
-    offsets_k: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor, offsets_k: torch.Tensor,
+    longest_q: int, longest_k: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """torch's variable-length attention as documented, sequence by sequence in plain torch."""
     out = torch.empty(len(q), q.shape[1], v.shape[-1])
     left, right = window_size
@@ -326,12 +314,8 @@ def test_distances_add_to_products_as_written_out(
     reach = batch.layout.longest - 1 + spare
     qkv = drawn_qkv(len(batch.input_ids), drawn(kind, reach, dtype, spare), dtype)
     exact = written_out(qkv, batch.layout)
-    rows = torch.cat(
-        [
-            torch.arange(first, first + len(chunk))
-            for chunk, first in zip(batch.cursor.chunks, batch.cursor.starts, strict=True)
-        ]
-    )
+    chunks = zip(batch.cursor.chunks, batch.cursor.starts, strict=True)
+    rows = torch.cat([torch.arange(first, first + len(chunk)) for chunk, first in chunks])
     metadata = backend.prepare(batch.layout, CPU)
     ours = backend.full(qkv, metadata).float()
     torch.testing.assert_close(ours[rows], exact[rows], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
