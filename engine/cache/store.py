@@ -297,6 +297,7 @@ class EmbeddingCache:
         self._disk = disk
         self._size_watch = None if disk is not None else CacheSizeWatch(memory, "embeddings", _ADVICE)
         self._lock = threading.Lock()
+        self._generation = 0
         self.slab: EmbeddingSlab | None = None
         self.hits = 0
         self.misses = 0
@@ -329,9 +330,12 @@ class EmbeddingCache:
     def _beside_memory(self, key: bytes) -> CachedEmbedding | None:
         entry = self._writer.get(key)
         if entry is None and self._disk is not None:
+            generation = self._generation
             entry = self._disk.get(key)
             if entry is not None:
-                self._memory.put(key, entry)
+                with self._lock:
+                    if generation == self._generation:
+                        self._memory.put(key, entry)
         return entry
 
     def count(self, hits: int, misses: int) -> None:
@@ -363,11 +367,12 @@ class EmbeddingCache:
 
     def drop(self, key: bytes) -> None:
         self._writer.drop(key)
+        if self._disk is not None:
+            self._disk.drop(key)
+        self._begin_generation()
         self._memory.drop(key)
         if self.slab is not None:
             self.slab.drop(key)
-        if self._disk is not None:
-            self._disk.drop(key)
 
     def wait_until_warm(self, seconds: float) -> None:
         """Waits at most `seconds` for what is read at start."""
@@ -378,11 +383,17 @@ class EmbeddingCache:
         """Forgets all entries, also those still to be written."""
         self._stop_warming()
         self._writer.clear()
+        if self._disk is not None:
+            self._disk.clear()
+        self._begin_generation()
         self._memory.clear()
         if self.slab is not None:
             self.slab.clear()
-        if self._disk is not None:
-            self._disk.clear()
+
+    def _begin_generation(self) -> None:
+        """Keeps what others have read from disk by now out of memory."""
+        with self._lock:
+            self._generation += 1
 
     def close(self, seconds: float | None = None) -> None:
         """Writes what is staged within `seconds`, and closes the disk. The rest is lost."""

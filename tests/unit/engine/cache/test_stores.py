@@ -265,8 +265,19 @@ class _Disk:
 
     def clear(self) -> None: ...
 
+    def drop(self, name: bytes) -> None: ...
+
     def close(self) -> None:
         self.closed = True
+
+
+def test_an_entry_that_is_forgotten_while_it_is_read_does_not_come_back() -> None:
+    disk: Any = _Disk(iter(()))
+    cache = _cache(disk=disk)
+    for forget in (cache.clear, lambda: cache.drop(key(1))):
+        disk.get = lambda name, forget=forget: forget() or entry(1)
+        assert same(cache.get(key(1)), entry(1))
+        assert cache.memory_bytes == 0
 
 
 def _started(
