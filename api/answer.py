@@ -93,6 +93,8 @@ class Answer:
             filter(None, (self.headers.get("server-timing"), f"total;dur={seconds * 1e3:.1f}"))
         )
         own = {"x-request-id": request_id, "server-timing": timing}
+        if "Vary" in self.headers and "Vary" in more:
+            more = {**more, "Vary": f"{self.headers['Vary']}, {more['Vary']}"}
         return replace(self, headers={**always, **self.headers, **own, **more})
 
 

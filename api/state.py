@@ -202,7 +202,7 @@ class Tracing:
             begun += length
 
 
-_EXPOSED = "Retry-After, Server-Timing, X-Request-ID, X-Maxsimd-Warnings"
+_EXPOSED = "Retry-After, Server-Timing, X-Request-ID, X-Maxsimd-Warnings, X-Maxsimd-Score-Scale"
 _PREFLIGHT_SECONDS = 600
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9,\t _-]{1,1000}")
 
