@@ -233,7 +233,9 @@ def _task(model: LoadedModel, name: str) -> str:
 def _inputs(model: LoadedModel) -> dict[str, str]:
     rows = {}
     if model.score_type is ScoreType.CROSS_ENCODER:
-        rows["pair"] = "joined by the tokenizer" if model.pairs.template is None else "joined by a template"
+        template = model.pairs.template
+        source = f"the template of {template.source}" if template and template.source else "a template"
+        rows["pair"] = f"joined by {'the tokenizer' if template is None else source}"
         rows["pair"] += f", truncated by {model.pairs.truncation}"
         if model.query.prompt:
             rows["query"] = _role(model.query, model.tokenizer)

@@ -31,6 +31,8 @@ _RANK = 4
 # llama.cpp's ways of pooling by their numbers, in the words of sentence-transformers.
 _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 _MODULES = "modules.json"
+# A token of jina-reranker-v3, which ranks listwise.
+_OF_JINA = "<|rerank_token|>"
 # Files beside it that say how the model is used.
 _SAYING_HOW = (_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 
@@ -426,7 +428,18 @@ def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Confi
     if embeds:
         return config | {"architectures": [family.backbone]}
     if family.causal:
-        return config | {"architectures": [family.whole], "tie_word_embeddings": _is_tied(file, config)}
+        if _OF_JINA in (file.get("tokenizer.ggml.tokens") or ()):
+            raise ModelLoadError(
+                f"{file.path} is a jina-reranker-v3, whose projection a GGUF file does not have; name "
+                "jinaai/jina-reranker-v3"
+            )
+        named = " ".join(str(file.get(f"general.{key}")) for key in ("name", "basename"))
+        is_tied = _is_tied(file, config)
+        return config | {
+            "architectures": [family.whole],
+            "tie_word_embeddings": is_tied,
+            "_name_or_path": named,
+        }
     if pooling != _RANK:
         raise ModelLoadError(
             f"{file.path} does not say how it pools (pooling_type is {pooling}); put the {_MODULES} of the "

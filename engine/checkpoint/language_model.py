@@ -2,8 +2,10 @@
 (Nogueira et al. 2020, arXiv 2003.06713)."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +34,11 @@ NEWLINE = "{{ '\\n' }}"
 class Family:
     """The question of a published reranker and the score of its answer, from its model card.
 
-    The score is logit(`true`) - logit(`false`), or logit(`true`) alone, with `activation` on it."""
+    The score is logit(`true`) - logit(`false`), or logit(`true`) alone, with `activation` on it. `named`
+    is in the names of checkpoints of the family."""
 
     example: str
+    named: str
     segments: tuple[str, ...]
     true: str
     false: str | None
@@ -47,6 +51,7 @@ class Family:
 FAMILIES = {
     "Qwen3ForCausalLM": Family(
         example="Qwen/Qwen3-Reranker-0.6B",
+        named="qwen3reranker",
         segments=(
             "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
             'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -61,6 +66,7 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": Family(
         example="mixedbread-ai/mxbai-rerank-base-v2",
+        named="mxbairerank",
         segments=(
             "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
             "<|im_end|>\n<|im_start|>user" + NEWLINE,
@@ -79,6 +85,7 @@ FAMILIES = {
     ),
     "GemmaForCausalLM": Family(
         example="BAAI/bge-reranker-v2-gemma",
+        named="bgererankerv2gemma",
         segments=(
             "{{ bos_token }}",
             "A: {{ query }}",
@@ -114,14 +121,14 @@ class _Read:
 
 
 def load_language_model(
-    path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads a `*ForCausalLM`: a `CrossEncoder` save by its own settings, a bare one by its family's model
-    card."""
+    """Reads a `*ForCausalLM` served as `name`: a `CrossEncoder` save by its own settings, a bare one by its
+    family's model card."""
     if files.modules:
         read = _read_saved(path, files, template, options)
     else:
-        read = _read_bare(path, files.architecture, template, options)
+        read = _read_bare(name, path, files, template, options)
     model, tokenizer = read.model, read.tokenizer
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(read.words)]
     head = TokenLogitsHead(model, read.words, names)
@@ -184,8 +191,9 @@ def _read_saved(
 
 
 def _read_bare(
-    path: str, architecture: str, template: ScoreTemplate | None, options: dict[str, Any]
+    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> _Read:
+    architecture = files.architecture
     family = FAMILIES.get(architecture)
     if family is None and template is None:
         raise ModelLoadError(
@@ -193,18 +201,45 @@ def _read_bare(
             "give score_template, whose answers are taken to be yes and no, or name a model of a known "
             "family: " + ", ".join(family.example for family in FAMILIES.values())
         )
+    true, false = (family.true, family.false) if family else ("yes", "no")
+    answers = true if false is None else f"{true} or {false}"
+    if family is not None and template is None:
+        if files.config.get("auto_map"):
+            raise ModelLoadError(
+                f"{path!r} comes with code of its own, which may ask and score otherwise than that of "
+                f"{family.example}; name a version with sentence-transformers' modules, or give "
+                f"score_template if it answers {answers}"
+            )
+        _say_family(name, files, family.example, family.named, answers)
     common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
     tokenizer = AutoTokenizer.from_pretrained(path, **common)
     model = AutoModelForCausalLM.from_pretrained(path, **common, **options["model_kwargs"])
     model = model.to(options["device"]).eval()
     if template is None:
         assert family is not None
-        template = ScoreTemplate(family.segments, family.instruction, special_tokens(tokenizer))
-    true, false = (family.true, family.false) if family else ("yes", "no")
+        variables = special_tokens(tokenizer)
+        template = ScoreTemplate(family.segments, family.instruction, variables, source=family.example)
     words = [token_id(tokenizer, word, path) for word in (true, false) if word is not None]
     activation = family.activation if family else torch.nn.Sigmoid()
     pairs = PairRules("only_second", template)
     return _Read(model, tokenizer, words, activation, pairs, TemplateReader(tokenizer, template))
+
+
+def _say_family(name: str, files: CheckpointFiles, example: str, named: str, answers: str) -> None:
+    """Logs which published reranker a checkpoint is taken for, as a warning if neither its name says so, nor
+    that of its base, nor the title of its README.md. Nothing else tells such rerankers from others."""
+    path = Path(name).absolute() if Path(name).exists() else Path(name)
+    readme = (path.parent if path.is_file() else path) / "README.md"
+    title = re.search(r"^# .*", readme.read_text("utf-8", "replace"), re.M) if readme.is_file() else None
+    told = " ".join([*path.parts[-3:], str(files.config.get("_name_or_path")), title[0] if title else ""])
+    if named in re.sub(r"[\W_]", "", told.lower()):
+        log.info("%s is asked as %s is, and answers %s", name, example, answers)
+        return
+    log.warning(
+        "%s is taken for %s by its architecture. If it is asked otherwise, give score_template; if it "
+        "answers otherwise than by %s, its scores are wrong",
+        *(name, example, answers),
+    )
 
 
 def token_id(tokenizer: Any, word: str, path: str) -> int:
@@ -289,10 +324,11 @@ class AnsweringDecoder(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The words with which published rerankers of an architecture answer, and the width from which on they
-    answer with others."""
+    """The words with which published rerankers of an architecture answer, what is in their names, and the
+    width from which on they answer with others."""
 
     example: str
+    named: str
     true: str
     false: str
     widest: int | None = None
@@ -301,14 +337,18 @@ class _Family:
 # By architecture, because a checkpoint says no more about itself. The words are pygaggle's
 # (pygaggle/rerank/transformer.py); of mT5 the models of 3B and 13B parameters have other ones there.
 _FAMILIES = {
-    "T5ForConditionalGeneration": _Family("castorini/monot5-base-msmarco", "\u2581true", "\u2581false"),
-    "MT5ForConditionalGeneration": _Family("unicamp-dl/mt5-base-mmarco-v2", "\u2581yes", "\u2581no", 1024),
+    "T5ForConditionalGeneration": _Family(
+        "castorini/monot5-base-msmarco", "monot5", "\u2581true", "\u2581false"
+    ),
+    "MT5ForConditionalGeneration": _Family(
+        "unicamp-dl/mt5-base-mmarco-v2", "marco", "\u2581yes", "\u2581no", widest=1024
+    ),
 }
 _TEMPLATE = "Query: {{ query }} Document: {{ document }} Relevant:"
 
 
 def load_encoder_decoder(
-    path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Reads a `T5ForConditionalGeneration` or `MT5ForConditionalGeneration`.
 
@@ -320,10 +360,12 @@ def load_encoder_decoder(
     model = AutoModelForSeq2SeqLM.from_pretrained(path, **common, **options["model_kwargs"])
     model = model.to(options["device"]).eval()
     _refuse_other_words(path, family, model.config)
-    log.info("%r is asked %r and answers %s or %s", path, _TEMPLATE, family.true, family.false)
+    if template is None:
+        _say_family(name, files, family.example, family.named, f"{family.true} or {family.false}")
     words = [token_id(tokenizer, word, path) for word in (family.true, family.false)]
     if template is None:
-        template = ScoreTemplate((_TEMPLATE,), trailing_ids=_trailing_ids(path, tokenizer))
+        trailing_ids = _trailing_ids(path, tokenizer)
+        template = ScoreTemplate((_TEMPLATE,), trailing_ids=trailing_ids, source=family.example)
     # Before the reference, which leaves only the rows of the two words in the model's output layer.
     head = TokenLogitsHead(model, words, (family.true, family.false))
     return {

@@ -256,6 +256,7 @@ def _load_parts(
         return load_listwise(path, options)
     if score_type is ScoreType.CROSS_ENCODER:
         template = score_template(config)
+        name = config.model or path
         if files.architecture == LLAMA_RERANKER:
             return load_bidirectional_reranker(path, files, template, options)
         if files.architecture in LAYERWISE:
@@ -264,10 +265,10 @@ def _load_parts(
             with by_pillow(path, files, options) as with_pillow:
                 return load_jina_m0(path, template, with_pillow)
         if files.architecture in ENCODER_DECODERS:
-            return load_encoder_decoder(path, files, template, options)
+            return load_encoder_decoder(name, path, files, template, options)
         if (is_language_model(files) or answers_in_words(files)) and not scores_pooled(files):
             with by_pillow(path, files, options) as with_pillow:
-                return load_language_model(path, files, template, with_pillow)
+                return load_language_model(name, path, files, template, with_pillow)
         return load_cross_encoder(path, files, template, options)
     if score_type is ScoreType.SPARSE and weighs_words(files):
         return load_sparse_encoder(path, options)

@@ -51,7 +51,8 @@ class ScoreTemplate:
     picture is one; else `picture` stands for one in a text. Behind all that is written stand the
     `trailing_ids`, tokens that no text has. With `marks_document` the tokens of the segment with the document
     have type 1, all others 0. Where a pair is truncated, what the template writes at its end is put back if
-    it `restores_end`. `by_messages` it sees no more than messages, as a checkpoint's own does.
+    it `restores_end`. `by_messages` it sees no more than messages, as a checkpoint's own does. The `source`
+    is the model whose card has it.
     """
 
     segments: tuple[str, ...]
@@ -63,6 +64,7 @@ class ScoreTemplate:
     marks_document: bool = False
     restores_end: bool = True
     by_messages: bool = False
+    source: str = ""
 
     def pair(
         self,

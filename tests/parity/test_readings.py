@@ -26,14 +26,16 @@ from tests.checkpoints import (
     gguf_models,
     gte,
     jina,
+    language_models,
     late_interaction,
     quantized,
     retrained,
+    t5,
     vision_language,
 )
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.parity.changes import CPU, settings, without_settings
+from tests.parity.changes import CPU, settings, without_settings, written
 from tests.parity.conftest import Changed
 from tests.parity.families import dequantised
 from tests.parity.pictures import PAGES
@@ -83,6 +85,34 @@ def test_code_that_might_read_otherwise_is_mentioned(
     path = changed(bi_encoders.qwen3, settings(auto_map={"AutoModel": "modeling_qwen.Qwen3Model"}))
     assert load_model(EngineConfig(model=path), CPU).causal
     assert "code of its own, which is not run" in caplog.text
+
+
+_MXBAI = "mixedbread-ai/mxbai-rerank-base-v2"
+_QWEN3 = language_models.qwen3_reranker
+
+
+@pytest.mark.parametrize(
+    ("build", "edit", "said"),
+    [
+        (_QWEN3, None, "WARNING Qwen/Qwen3-Reranker-0.6B"),
+        (_QWEN3, written("README.md", "---\n# Qwen3-Reranker-4B\n"), "INFO Qwen/Qwen3-Reranker-0.6B"),
+        (_QWEN3, written("README.md", "# zerank-1\n# Qwen3-Reranker"), "WARNING Qwen/Qwen3-Reranker-0.6B"),
+        (_QWEN3, settings(_name_or_path="a/qwen3_reranker"), "INFO Qwen/Qwen3-Reranker-0.6B"),
+        (t5.monot5, None, "WARNING castorini/monot5-base-msmarco"),
+        *((partial(gguf_models.qwen2, **{"general.name": name}), None, f"{level} {_MXBAI}")
+          for name, level in (("Gte Qwen2", "WARNING"), ("Mxbai Rerank v2", "INFO"))),
+    ],
+)  # fmt: skip
+def test_it_says_which_reranker_a_model_is_taken_for(
+    build: Any, edit: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = build(tmp_path / "a")
+    if edit is not None:
+        edit(tmp_path / "a")
+    caplog.set_level("INFO", "maxsimd")
+    load_model(EngineConfig(model=path), CPU)
+    level, name = said.split()
+    assert [each.levelname for each in caplog.records if name in each.getMessage()] == [level]
 
 
 def test_a_causal_lfm2_is_packed_if_attention_leaves_ends_out(checkpoints: SharedCheckpoints) -> None:

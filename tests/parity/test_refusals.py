@@ -194,6 +194,8 @@ _LANGUAGE_MODELS: list[Case] = [
     ],
     (language_models.qwen3_reranker, settings(architectures=["Exaone4ForCausalLM"]), {},
      r"Qwen/Qwen3-Reranker-0\.6B"),
+    (language_models.qwen3_reranker, settings(auto_map={"AutoConfig": "modeling_zeranker.ZEConfig"}), {},
+     "code of its own, which may .* or give score_template if it answers yes or no"),
     (t5.mt5, _in_place("tokenizer.json", '"\u2581yes"', '"\u2581sim"'), {}, "no token .\u2581yes."),
 ]  # fmt: skip
 
@@ -666,6 +668,11 @@ def test_a_file_that_is_no_such_gguf_file_is_refused(tmp_path: Path) -> None:
     next(tensor for tensor in reader.tensors if tensor.name == "token_embd_norm.weight").data[0] = np.nan
     reader.data.flush()
     assert "not finite in its tensor embeddings.LayerNorm.weight" in refusal(path, dtype="float32")
+
+
+def test_a_part_of_jina_reranker_v3_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_models, "_TYPED", ["<|rerank_token|>"])
+    assert "whose projection a GGUF file does not have; name jina" in refusal(gguf_models.qwen3(tmp_path))
 
 
 def test_it_says_to_install_gguf(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
