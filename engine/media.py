@@ -17,6 +17,7 @@ from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 from importlib import import_module
 from io import BytesIO
+from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
@@ -522,11 +523,7 @@ class PdfPage:
                 with PdfDocument(self.path) as document:
                     page = document[self.page]
                     scale = _PIXELS_AN_INCH / _POINTS_AN_INCH
-                    pixels = page.get_width() * page.get_height() * scale**2
-                    if pixels > limits.pixels:
-                        raise PictureError(
-                            f"is a page of {pixels:,.0f} pixels; at most {limits.pixels:,} are read"
-                        )
+                    limits.check_size((ceil(page.get_width() * scale), ceil(page.get_height() * scale)))
                     bitmap = page.render(scale=scale, rev_byteorder=True, prefer_bgrx=False)
                     drawn = np.array(bitmap.to_numpy())
                     page.close()

@@ -216,7 +216,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
         if path is not None:
             path.unlink()
         return
-    hint = "" if path is None else f"; {path} has the rest, --resume goes on"
+    hint = "" if path is None or not journal.done else f"; {path} has the rest, --resume goes on"
     click.echo(f"interrupted with {missing:,} documents left{hint}", err=True)
     sys.exit(INTERRUPTED)
 
@@ -226,7 +226,8 @@ _VERSION = 2
 
 class Journal:
     """Scores in a file beside the output, from which an interrupted run goes on: a line a document, with its
-    index, score and ranking score, or null and an error. The first line has the run's digest."""
+    index, score and ranking score, or null and an error. The first line has the run's digest. A run that
+    ends without any leaves no file."""
 
     def __init__(self, path: Path | None, digest: str, resume: bool) -> None:
         """Raises click.ClickException for a file of another run, and for any without `resume`."""
@@ -254,8 +255,10 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
+        if self._file is not None and self._path is not None:
             self._file.close()
+            if not self.done:
+                self._path.unlink()
 
     def add(self, scores: Mapping[int, tuple[float, float]], errors: Mapping[int, str]) -> None:
         """Notes scores, each with its ranking score, and errors, by the documents' indexes."""

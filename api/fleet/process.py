@@ -120,6 +120,7 @@ async def _engine(setup: Setup, started: float) -> int:
         collecting.cancel()
     if engine.death is not None:
         log.error("replica %d has died: %s", setup.slot, engine.death)
+        stop.begin(1)
     await door.close()
     await engine.stop(grace=0)
     stop.done()

@@ -288,9 +288,13 @@ def test_a_page_of_a_pdf_is_drawn_as_it_looks(folder: Path) -> None:
         picture = page.read(PictureLimits())
         assert (picture.width, picture.height) == (300, 200)
         assert np.abs(picture.pixels.astype(int) - np.asarray(drawn(seed)).astype(int)).mean() < 4
-    with pytest.raises(PictureError, match="is a page of 60,000 pixels; at most 50,000 are read"):
+    with pytest.raises(PictureError, match="has 300 x 200 pixels, but may have 50,000"):
         pages_of(folder / "report.pdf")[0].read(PictureLimits(pixels=50_000))
-    drawn(6).convert("L").save(folder.parent / "grey.pdf", resolution=150)
-    (page,) = pages_of(folder.parent / "grey.pdf")
+    grey = folder.parent / "grey.pdf"
+    drawn(6).resize((900, 3)).save(grey, resolution=150)
+    with pytest.raises(PictureError, match="at most 200 times as long as wide"):
+        pages_of(grey)[0].read(PictureLimits())
+    drawn(6).convert("L").save(grey, resolution=150)
+    (page,) = pages_of(grey)
     picture = page.read(PictureLimits())
     assert picture.pixels.shape == (200, 300, 3)

@@ -17,15 +17,29 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api import process
-from maxsimd.api.fleet.supervisor import locked_folder, remove_left_folders
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.fleet import process as replica
+from maxsimd.api.fleet.supervisor import Setup, locked_folder, remove_left_folders
 from maxsimd.api.state import ServerMetrics
+from maxsimd.engine import EngineConfig
 from tests.waiting import until, wait_for
+
+
+async def test_a_dead_replica_ends_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Mock(death="of old age", start=AsyncMock(), until_dead=AsyncMock(), stop=AsyncMock())
+    monkeypatch.setattr(replica, "Engine", Mock(return_value=engine))
+    monkeypatch.setattr(replica, "EngineAnswers", Mock())
+    begin = Mock()
+    monkeypatch.setattr(process.Stop, "begin", begin)
+    setup = Setup(False, 0, (str(tmp_path / "0"),), (), (), EngineConfig(), ServerConfig(), b"")
+    assert await replica._engine(setup, 0.0) == 1
+    begin.assert_called_once_with(1)
 
 
 class Circle:

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
+from maxsimd.bench import pages
 from maxsimd.bench.checkpoints import gflop_a_token, save_reranker, unigram_tokenizer
 from maxsimd.bench.datasets import mixed_counts, random_requests
 from maxsimd.bench.gpu.first_day.__main__ import run_steps
@@ -26,6 +28,7 @@ from maxsimd.bench.methods import GPU_TOKENS_A_SECOND
 from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES, Arena, Load, Results, Turn, markdown
 from maxsimd.bench.peers import Outcome as PeerOutcome
 from maxsimd.bench.report import Outcome, Report, run_and_clean_up
+from maxsimd.engine import EngineConfig
 from tests.waiting import wait_for
 
 
@@ -40,6 +43,14 @@ def test_the_tokenizer_of_a_path_is_measured(tmp_path: Path) -> None:
     assert 1 < figures["characters_a_token"] < 10
     needed = GPU_TOKENS_A_SECOND / figures["tokens_per_s_1_threads"]
     assert figures["threads_for_a_gpu"] == pytest.approx(needed, abs=1)
+
+
+async def test_pages_with_equal_scores_come_before_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MagicMock()
+    engine.return_value.__aenter__.return_value.score.return_value.scores = [1.0] * 3
+    monkeypatch.setattr(pages, "Engine", engine)
+    found = await pages.measure_page_ranking(EngineConfig(), 3, 2)
+    assert (found["mrr"], found["first"]) == (pytest.approx(1 / 3, abs=1e-4), 0.0)
 
 
 def test_requests_have_the_lengths_and_documents_asked_for() -> None:

@@ -122,8 +122,10 @@ def test_a_journal_keeps_what_was_added_for_the_next_run(tmp_path: Path) -> None
 
 def test_other_files_and_an_unasked_resume_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.part"
-    with Journal(path, DIGEST, resume=True):
-        pass
+    with Journal(path, DIGEST, resume=False):
+        assert path.exists()
+    with Journal(path, DIGEST, resume=False) as journal:  # what has no score is left by no run
+        journal.add({}, {0: "too long"})
     with pytest.raises(click.ClickException, match="is of another run"):
         Journal(path, digest_of(["ab"]), resume=True)
     with pytest.raises(click.ClickException, match="go on with --resume"):
