@@ -9,12 +9,9 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, I
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from maxsimd.api.answer import (
     ENCODINGS,
@@ -28,6 +25,7 @@ from maxsimd.api.answer import (
     too_many_members,
     unreadable_body,
 )
+from maxsimd.api.handlers.json_parts import NAMES, JsonShape, decode_in_parts, has_slow_numbers, shape_of
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.reading import UnreadField, has_pictures, unread_fields, warnings_of
 from maxsimd.api.state import HeldBytes, ServerState, naming_lost_model
@@ -56,8 +54,6 @@ LARGE_BODY = 64 * 1024
 MANY_VALUES, _VALUES_AN_OBJECT = 1500, 5
 # Limits for each document that is allowed. A record of 20 fields has 40 strings.
 _CONTAINERS_A_DOCUMENT, _STRINGS_A_DOCUMENT = 20, 40
-# Values stay undecoded views of the body, which takes little time.
-_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Time beyond the timeout for work beside the engine.
 _LATE_SECONDS = 0.5
 # Two escapes like \ud83d.
@@ -313,91 +309,6 @@ def _decompressor(encoding: Encoding, first: int) -> "zlib._Decompress":
     return zlib.decompressobj(_ZLIB if first & 0x0F == _DEFLATED else _RAW)
 
 
-_BLOCK = 1 << 18
-_QUOTE, _BACKSLASH, _COMMA, _ARRAY, _OBJECT = (ord(character) for character in '"\\,[{')
-# About how many bytes of memory Python's objects take at most. A value follows each comma.
-_CONTAINER_BYTES, _STRING_BYTES, _COMMA_BYTES = 80, 80, 40
-
-
-@dataclass(frozen=True, slots=True)
-class JsonShape:
-    """Counts of a JSON text: arrays and objects (`containers`), strings with the names of fields, and commas
-    between values."""
-
-    containers: int
-    strings: int
-    commas: int
-
-    @property
-    def memory(self) -> int:
-        """About how many bytes Python's objects take, without the characters of strings."""
-        return self.containers * _CONTAINER_BYTES + self.strings * _STRING_BYTES + self.commas * _COMMA_BYTES
-
-    def is_within(self, most: "JsonShape") -> bool:
-        return (
-            self.containers <= most.containers and self.strings <= most.strings and self.commas <= most.commas
-        )
-
-
-def shape_of(body: bytes | bytearray, most: JsonShape) -> JsonShape:
-    """The shape of a JSON text. First counts the contents of strings too. If that is beyond `most`, or takes
-    more memory than the body, counts again without them. The result means nothing for bytes that are no
-    JSON."""
-    shape = _shape_with_strings(body)
-    return shape if shape.is_within(most) and shape.memory <= len(body) else _shape_without_strings(body)
-
-
-def _shape_with_strings(body: bytes | bytearray) -> JsonShape:
-    view = memoryview(body)
-    containers = quotes = commas = 0
-    for start in range(0, len(body), _BLOCK):
-        block = np.frombuffer(view[start : start + _BLOCK], dtype=np.uint8)
-        containers += _count(block, _ARRAY) + _count(block, _OBJECT)
-        quotes += _count(block, _QUOTE)
-        commas += _count(block, _COMMA)
-    return JsonShape(containers, (quotes + 1) // 2, commas)
-
-
-def _shape_without_strings(body: bytes | bytearray) -> JsonShape:
-    containers = quotes = commas = 0
-    for block in _blocks(body):
-        is_counted = (block == _QUOTE) | (block == _COMMA) | (block == _ARRAY) | (block == _OBJECT)
-        counted = block[is_counted]
-        is_quote = counted == _QUOTE
-        # Between the first quote of a string and its last, their number is odd.
-        is_inside = np.logical_xor.accumulate(np.concatenate(([quotes % 2 == 1], is_quote)))[1:]
-        outside = counted[~is_inside]
-        containers += _count(outside, _ARRAY) + _count(outside, _OBJECT)
-        commas += _count(outside, _COMMA)
-        quotes += int(np.count_nonzero(is_quote))
-    return JsonShape(containers, (quotes + 1) // 2, commas)
-
-
-def _blocks(body: bytes | bytearray) -> Iterator[NDArray[np.uint8]]:
-    """The text in blocks, without escaped quotes."""
-    view = memoryview(body)
-    for start, stop in pairwise(_ends_of_blocks(view)):
-        part = bytes(view[start:stop])
-        if _BACKSLASH in part:
-            part = part.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-        yield np.frombuffer(part, dtype=np.uint8)
-
-
-def _ends_of_blocks(body: memoryview) -> Iterator[int]:
-    """Ends of blocks. No backslash is the last byte of a block."""
-    stop = 0
-    yield stop
-    while stop < len(body):
-        stop = min(stop + _BLOCK, len(body))
-        while stop < len(body) and body[stop - 1] == _BACKSLASH:
-            stop += 1
-        yield stop
-
-
-def _count(block: NDArray[np.uint8], character: int) -> int:
-    return int(np.count_nonzero(block == character))
-
-
 RawFields = dict[str, msgspec.Raw]
 
 # The engine refuses this document.
@@ -433,7 +344,7 @@ def decode_with_halves(body: bytearray, kind: type[T]) -> T:
             if place is None or name not in known or not _is_text(place[1], mark):
                 raise _half_character_error(_where(value, name, escaped), name)
             broken.append((name, place[0]))
-    request = msgspec.json.decode(body, type=kind, strict=False)
+    request = decode_in_parts(body, kind)
     for name, i in broken:
         (request[name] if isinstance(request, dict) else getattr(request, name))[i] = HALF
     return request
@@ -549,7 +460,7 @@ async def _parse(
         request = decode(body, kind)
         found = read(request, most)
         # Handlers of plain objects look for unread fields themselves.
-        unread = unread_fields(request, _NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
+        unread = unread_fields(request, NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
         return request, found, unread
 
     try:
@@ -558,7 +469,7 @@ async def _parse(
             if _has_many_values(body):
                 return await state.engine.in_thread(lambda: parse(_decoded_with_halves), len(body))
             try:
-                return parse(_decoded)
+                return parse(lambda body, kind: msgspec.json.decode(body, type=kind, strict=False))
             except msgspec.DecodeError as error:
                 if not _reports_half_character(error):
                     raise
@@ -576,19 +487,15 @@ async def _parse(
 
 
 def _has_many_values(body: bytearray) -> bool:
-    """Whether a body has so many values that reading them would keep the event loop busy. Commas within texts
-    count as well. Nesting without commas ends at Python's recursion limit."""
-    return body.count(b",") + _VALUES_AN_OBJECT * body.count(b"{") > MANY_VALUES
-
-
-def _decoded(body: bytearray, kind: type[T]) -> T:
-    # Without `strict`, "1" is a number, and "true" and 1 are booleans.
-    return msgspec.json.decode(body, type=kind, strict=False)
+    """Whether a body has so many values, or so slow ones, that reading them would keep the event loop busy.
+    Commas within texts count as well. Nesting without commas ends at Python's recursion limit."""
+    many = body.count(b",") + _VALUES_AN_OBJECT * body.count(b"{") > MANY_VALUES
+    return many or has_slow_numbers(body)
 
 
 def _decoded_with_halves(body: bytearray, kind: type[T]) -> T:
     try:
-        return _decoded(body, kind)
+        return decode_in_parts(body, kind)
     except msgspec.DecodeError as error:
         if not _reports_half_character(error):
             raise

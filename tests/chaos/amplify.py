@@ -128,6 +128,8 @@ def _on_embedded() -> Iterator[Attack]:
         body = _json(query=_vectors(rows, dim), documents=documents, timeout=60)
         name = f"{rows:,} vectors over 1,500 documents"
         yield Attack(name, "/rerank", body, len(documents), 1, 60, must_succeed=rows == 1000, first=cached)
+    body = b'{"query": "a", "documents": [{"embedding": [%b]}]}' % b",".join([b"1e-320"] * 2_000_000)
+    yield Attack("numbers at the end of the range", "/rerank", gzip.compress(body), encoding="gzip")
     yield muvera(640)
     yield muvera(40)
     yield Attack("/tokenize of 30 MB", "/tokenize", _json(text="word " * 6_000_000))

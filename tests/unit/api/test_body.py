@@ -3,9 +3,12 @@
 import asyncio
 import gzip
 import json
+import sys
+import time
 import tracemalloc
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -14,21 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api.answer import ApiError, error_answer
-from maxsimd.api.handlers import route
+from maxsimd.api.handlers import json_parts, route
+from maxsimd.api.handlers.json_parts import JsonShape
 from maxsimd.api.state import BodyBudget
 
-NOTHING = route.JsonShape(0, 0, 0)
+NOTHING = JsonShape(0, 0, 0)
 
 
-def _shape(value: Any) -> route.JsonShape:
+def _shape(value: Any) -> JsonShape:
     """The shape of a value, by Python's own means."""
     if isinstance(value, str):
-        return route.JsonShape(0, 1, 0)
+        return JsonShape(0, 1, 0)
     if not isinstance(value, dict | list):
         return NOTHING
     children = [*value, *value.values()] if isinstance(value, dict) else value
     inner = [_shape(child) for child in children]
-    return route.JsonShape(
+    return JsonShape(
         1 + sum(shape.containers for shape in inner),
         sum(shape.strings for shape in inner),
         max(0, len(value) - 1) + sum(shape.commas for shape in inner),
@@ -37,7 +41,7 @@ def _shape(value: Any) -> route.JsonShape:
 
 TEXT = st.text(st.sampled_from('{}[],:"\\ a\nü'), max_size=12)
 VALUES = st.recursive(
-    TEXT | st.integers() | st.none(),
+    TEXT | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.none(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=30,
 )
@@ -48,34 +52,55 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     shape = _shape(value)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("maxsimd.api.handlers.route._BLOCK", block)
-        assert route.shape_of(body, NOTHING) == shape or shape == NOTHING
-        assert route.shape_of(body, shape).is_within(shape)
+        patched.setattr("maxsimd.api.handlers.json_parts._BLOCK", block)
+        assert json_parts.shape_of(body, NOTHING) == shape or shape == NOTHING
+        assert json_parts.shape_of(body, shape).is_within(shape)
+        patched.setattr("maxsimd.api.handlers.json_parts._DEEPEST_LARGE", 100)
+        assert json_parts.decode_in_parts(b'{"a": %b }' % body, dict[str, Any]) == {"a": value}
+
+
+def _longest_call(function: Callable[[], object]) -> float:
+    """The CPU seconds of the longest call of C code: each may hold Python's lock."""
+    times = [time.thread_time()]
+    sys.setprofile(lambda *event: times.append(time.thread_time()))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+@pytest.mark.parametrize(
+    ("number", "count"), [(b"1e-320", 50_000), (b"1" * 4000, 2_000), (b"1234", 5_000_000)]
+)
+def test_no_call_holds_the_lock_for_long(number: bytes, count: int) -> None:
+    kind = msgspec.defstruct("Kind", [("a", Any, None), ("timeout", float, 0)])
+    body = b'{"a": [{"b": [%b 1]}], %b "timeout": 1}' % (
+        (number + b",") * count,
+        b'"timeout": 1e308,' * 20_000,
+    )
+    assert _longest_call(lambda: json_parts.decode_in_parts(body, kind)) < 0.08
 
 
 def test_a_small_text_is_counted_with_its_strings_contents() -> None:
     body = json.dumps(["a, b [c]" + " " * 1000]).encode()
-    assert route.shape_of(body, route.JsonShape(2, 1, 1)) == route.JsonShape(2, 1, 1)
-    for most in (route.JsonShape(1, 1, 1), route.JsonShape(2, 0, 1), route.JsonShape(2, 1, 0)):
-        assert route.shape_of(body, most) == route.JsonShape(1, 1, 0)
+    assert json_parts.shape_of(body, JsonShape(2, 1, 1)) == JsonShape(2, 1, 1)
+    for most in (JsonShape(1, 1, 1), JsonShape(2, 0, 1), JsonShape(2, 1, 0)):
+        assert json_parts.shape_of(body, most) == JsonShape(1, 1, 0)
     for no_json in (b"", b"[" * 5, b'"[[[', b"\\", b'"\\', b"]]]]{{"):
-        assert route.shape_of(no_json, route.JsonShape(10, 10, 10)).is_within(route.JsonShape(10, 10, 10))
+        assert json_parts.shape_of(no_json, JsonShape(10, 10, 10)).is_within(JsonShape(10, 10, 10))
 
 
 def test_memory_is_no_less_than_python_takes() -> None:
     """Compared with what a list of many takes, as `tracemalloc` measures it."""
-    for small in ([], {}, "", "a", 300, 0.5, {"a": 0}):
-        if isinstance(small, dict) and small:
-            # Each name is another, as the names of an object are.
-            body = json.dumps({f"{i:x}": 0 for i in range(10_000)}).encode()
-        else:
-            body = json.dumps([small] * 10_000).encode()
+    for many in (*([small] * 10_000 for small in ([], {}, "", "a", 300, 0.5)), dict.fromkeys(range(10_000))):
+        body = json.dumps(many).encode()
         tracemalloc.start()
         decoded = msgspec.json.decode(body)
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(decoded) == 10_000
-        assert taken <= route.shape_of(body, NOTHING).memory + len(body)
+        assert taken <= json_parts.shape_of(body, NOTHING).memory + len(body)
 
 
 def test_bodies_together_hold_at_most_the_budget() -> None:

@@ -137,6 +137,8 @@ async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine
     assert engine.in_threads == 4  # and which counts what the body has, and decodes it
     await caller.error("/tokenize", {"text": "\ud83d"})
     assert engine.in_threads == 5  # and which finds half of a character in a small body
+    await caller.post("/tokenize", {"text": "a", "odd": [1e-320] * 400})
+    assert engine.in_threads == 7  # and which reads numbers that take msgspec long
 
 
 def large(body: Any) -> bytes:
