@@ -25,12 +25,8 @@ PAGES = [*DOCS.glob("**/*.md"), *DOCS.glob("**/*.ipynb")]
 NAMES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES)
 # A page of text, code and tables, and one of pictures. The others are checked before a release.
 TYPICAL = [("index", "dark"), ("tenants", "phone")]
-OTHERS = [
-    *((name, "light") for name in NAMES),
-    ("tenants", "dark"),
-    ("clients", "phone"),
-    ("reference/http", "phone"),
-]
+OTHERS = [(name, "light") for name in NAMES]
+OTHERS += [("tenants", "dark"), ("clients", "phone"), ("reference/http", "phone")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
 
 from maxsimd.bench.datasets import Pair
@@ -108,26 +108,6 @@ async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: 
             inputs = [[101, *window.tolist(), 102] for window in windows]
             parts = (await engine.embed_tokens(inputs, input_type="document")).embeddings
             assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
-
-
-async def test_cross_encoders_take_best_window(bert_cross_encoder: str, long_documents: list[str]) -> None:
-    truncation = Truncation(max_tokens=60, windows=True, window_overlap=10)
-    model = CrossEncoder(bert_cross_encoder, device="cpu").model
-    async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32")) as engine:
-        ours = await engine.score(QUERY, long_documents, truncation=truncation, use_activation=False)
-        query = _without_ends(engine, QUERY)
-        tokens = 0
-        for score, document in zip(ours.scores, long_documents, strict=True):
-            best = -np.inf
-            for window in _windows(_without_ends(engine, document), 60 - 3 - len(query), 10):
-                ids = [101, *query.tolist(), 102, *window.tolist(), 102]
-                types = [0] * (len(query) + 2) + [1] * (len(window) + 1)
-                with torch.inference_mode():
-                    logits = model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits
-                best, tokens = max(best, float(logits)), tokens + len(ids)
-            assert score == pytest.approx(best, abs=1e-5)
-    assert ours.usage.prompt_tokens == tokens, "usage counts every window"
-    assert ours.truncated == 0
 
 
 _SIZES: dict[str, Any] = {
