@@ -187,6 +187,7 @@ class Running:
                 self.cache,
                 PrefixSharing(device_model.launch_tokens) if shares else None,
                 device_model.calibration,
+                device_model.scored_in,
             )
         )
         self._device = device

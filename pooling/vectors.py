@@ -64,7 +64,7 @@ class Vectors:
             return None
         if self.scales is None:
             return torch.ones(len(rows), dtype=torch.float32)
-        scales = _as_tensor(self.scales).to(torch.float32).reshape(-1)
+        scales = _as_tensor(self.scales).to(torch.float32).reshape(-1).contiguous()
         if len(scales) != len(rows):
             raise ValueError(f"has {len(scales)} scales for {len(rows)} vectors; give one per vector")
         if not scales.isfinite().all():

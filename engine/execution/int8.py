@@ -55,13 +55,14 @@ def round_weights(weight: torch.Tensor, bias: torch.Tensor | None, most: int) ->
 
 
 def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [n, inputs] as uint8 with zero at 128, and scales [n, 1], not finite for a row that is not."""
+    """float32 [n, inputs] as uint8 with zero at 128, and scales [n, 1], NaN for a row that is not finite."""
     sizes = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
     # Rows of tiny numbers are zero: their inverse may be infinite. A number divided by a tensor would be
     # multiplied by its reciprocal, which is rounded once more.
     inverses = torch.where(sizes > 1e-30, torch.full_like(sizes, ROW_MAX) / sizes, 0.0)
     shifted = (rows * inverses).round_().add_(ZERO)
-    return shifted.to(torch.uint8), torch.where(sizes <= 1e-30, 0.0, sizes / ROW_MAX)
+    scales = torch.where(sizes <= 1e-30, 0.0, sizes / ROW_MAX)
+    return shifted.to(torch.uint8), torch.where(sizes.isfinite(), scales, torch.nan)
 
 
 class TorchProduct:

@@ -31,6 +31,8 @@ from maxsimd.scheduler import Tokens
 _AT_ONCE = 64
 # Products of two rows up to this are finite in every precision.
 _USUAL = torch.finfo(torch.float16).max
+# What a scale multiplies at most.
+_INT8_MAX = 127
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -334,11 +336,13 @@ class DocumentReader:
 
 
 class GivenVectors:
-    """Checks embeddings for one model, of at most `most` vectors each. Raises InvalidRequestError."""
+    """Checks embeddings for one model, of at most `most` vectors each, that are compared in `dtype`. Raises
+    InvalidRequestError."""
 
-    def __init__(self, model: LoadedModel, most: int | None) -> None:
+    def __init__(self, model: LoadedModel, most: int | None, dtype: torch.dtype) -> None:
         self._model = model
         self._most = most
+        self._dtype = dtype
 
     def documents(self, given: Mapping[int, Vectors]) -> Iterator[tuple[int, CachedEmbedding]]:
         """Yields documents by their index, to be scored as if they were cached."""
@@ -346,7 +350,7 @@ class GivenVectors:
         while part := dict(islice(left, _AT_ONCE)):
             yield_to_smaller()
             rows = [self._as_rows(vectors, "documents", index) for index, vectors in part.items()]
-            _check_finite([values for values, _ in rows], "documents", [*part])
+            self._check_finite(rows, "documents", [*part], self._dtype)
             for index, (values, scales) in zip(part, rows, strict=True):
                 yield index, CachedEmbedding(values, scales, tokens=0, truncated=False)
 
@@ -357,8 +361,34 @@ class GivenVectors:
             raise InputName("queries", index).error(what)
         rows, scales = self._as_rows(vectors, "queries", index)
         if len(rows):
-            _check_finite([rows], "queries", [index])
+            # A single vector is compared in float32.
+            dtype = self._dtype if self._model.score_task == "token_embed" else torch.float32
+            self._check_finite([(rows, scales)], "queries", [index], dtype)
         return rows if scales is None else rows * scales[:, None]
+
+    def _check_finite(
+        self,
+        rows: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        param: str,
+        indexes: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Refuses numbers that are NaN, or infinite in `dtype`; for int8, scales that might make them so."""
+        numbers = torch.finfo(dtype)
+        limit = numbers.max * (2 - numbers.eps / 2) / (2 - numbers.eps)  # the least that rounds to infinity
+        arrays = [values if scales is None else scales for values, scales in rows]
+        limits = [limit if scales is None else limit / _INT8_MAX for _, scales in rows]
+        find = first_not_finite if kernels.is_available() else _first_not_finite
+        if (found := find(arrays, limits)) is None:
+            return
+        largest, name = float(arrays[found].abs().max()), str(dtype).removeprefix("torch.")
+        if not math.isfinite(largest):
+            what = "has a number that is NaN or infinite"
+        elif rows[found][1] is not None:
+            what = f"has a scale of {largest:.3g}: {_INT8_MAX} times that is infinite in {name}; normalize it"
+        else:
+            what = f"has numbers up to {largest:.3g}, infinite in {name}; normalize it"
+        raise InputName(param, indexes[found]).error(what)
 
     def _as_rows(self, vectors: Vectors, param: str, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         try:
@@ -399,17 +429,9 @@ def overflow_error(
     return InputName(param, index).error(what)
 
 
-def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:
-    positions = [position for position, array in enumerate(arrays) if array.dtype != torch.int8]
-    floats = [arrays[position] for position in positions]
-    found = first_not_finite(floats) if kernels.is_available() else _first_not_finite(floats)
-    if found is not None:
-        raise InputName(param, indexes[positions[found]]).error("has a number that is NaN or infinite")
-
-
-def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
+def _first_not_finite(arrays: Sequence[torch.Tensor], limits: Sequence[float]) -> int | None:
     """The same in plain torch: a NaN is both the least and the greatest."""
-    for i, array in enumerate(arrays):
-        if not all(math.isfinite(each) for each in torch.aminmax(array)):
+    for i, (array, limit) in enumerate(zip(arrays, limits, strict=True)):
+        if not all(abs(float(each)) < limit for each in torch.aminmax(array)):
             return i
     return None

@@ -291,7 +291,7 @@ class DualEncoderProcessor(ScoreProcessor):
         self._cache = context.embedding_cache
         self._windows_as_one = model.score_task == "token_embed"
         self._batches = ON_HOST if self._cache is None or self._cache.slab is None else IN_SLAB
-        self._given = GivenVectors(model, context.limits.most_vectors)
+        self._given = GivenVectors(model, context.limits.most_vectors, context.scored_in)
         self._price = ScoringPrice.of(model)
         self._pages = page_builder(model, context.tokenizer, context.limits.longest_sequence)
         self._similarity = model.similarity

@@ -7,6 +7,7 @@ from heapq import nlargest
 from typing import ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
@@ -370,7 +371,8 @@ class PrefixSharing:
 class ProcessorContext:
     """The model, tokenizer, limits and cache that the processors of one model share.
 
-    The `cache` has embeddings if documents are encoded without their query, else scores."""
+    The `cache` has embeddings if documents are encoded without their query, else scores. Items are compared
+    in the precision `scored_in`."""
 
     model: LoadedModel
     tokenizer: TextTokenizer
@@ -378,6 +380,7 @@ class ProcessorContext:
     cache: EmbeddingCache | ScoreCache | None = None
     sharing: PrefixSharing | None = None
     calibration: Calibration | None = None
+    scored_in: torch.dtype = torch.float32
 
     @property
     def embedding_cache(self) -> EmbeddingCache | None:

@@ -75,7 +75,7 @@ def _over_shared_words(
     """Returns sums [n] over the words that both vectors of a pair have.
 
     Of repeated words of a query the first counts; all of a document count. A document's words are looked
-    up among the query's sorted ones."""
+    up among the query's sorted ones. The sum is not finite if a weight of any word is not."""
     device = documents.values.device
     lengths = np.diff(documents.offsets)
     scores = torch.zeros(len(pairs), dtype=dtype, device=device)
@@ -83,13 +83,16 @@ def _over_shared_words(
         entries = queries[query].float()  # [words, 2]
         chosen = np.flatnonzero(pairs[:, 0] == query)
         of_chosen = documents.take(pairs[chosen, 1].tolist()).values.float()  # [entries, 2]
-        if not len(entries) or not len(of_chosen):
-            continue
-        words, order = entries[:, 0].sort(stable=True)
-        at = torch.searchsorted(words, of_chosen[:, 0].contiguous()).clamp(max=len(words) - 1)
-        made = shared(entries[order, 1][at].to(dtype), of_chosen[:, 1].to(dtype))
+        made = 0 * of_chosen[:, 1].to(dtype)
+        if len(entries):
+            words, order = entries[:, 0].sort(stable=True)
+            at = torch.searchsorted(words, of_chosen[:, 0].contiguous()).clamp(max=len(words) - 1)
+            of_both = shared(entries[order, 1][at].to(dtype), of_chosen[:, 1].to(dtype))
+            made = torch.where(words[at] == of_chosen[:, 0], of_both, made)
         owner = np.repeat(chosen, lengths[pairs[chosen, 1]])
-        scores.index_add_(0, to_device(owner, device), torch.where(words[at] == of_chosen[:, 0], made, 0.0))
+        scores.index_add_(0, to_device(owner, device), made)
+        of_query = (0 * entries[:, 1].to(dtype)).sum().expand(len(chosen))
+        scores.index_add_(0, to_device(chosen, device), of_query)
     return scores
 
 

@@ -1,5 +1,6 @@
 """MaxSim over packed ragged embeddings, and the search for numbers that are not finite, compiled."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -90,18 +91,24 @@ def _contiguous_int64(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 _KINDS = KINDS | {torch.int8: INT8, torch.float16: FLOAT16}
-# The bits of a number's exponent, which are all set if it is not finite; twice in 32 bits for 16-bit numbers.
-_EXPONENTS = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80_7F80, torch.float16: 0x7C00_7C00}
+# How the library reads limits: the bits of 32-bit numbers, and those of 16-bit numbers twice.
+_VIEWS = {4: (torch.int32, 1), 2: (torch.int16, 0x1_0001)}
 
 
-def first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
-    """The index of the first array with a NaN or infinite number, or None. Arrays are contiguous, on the CPU,
-    in float32, bfloat16 or float16."""
+@functools.cache
+def _bits(limit: float, dtype: torch.dtype) -> int:
+    view, times = _VIEWS[dtype.itemsize]
+    return int(torch.tensor(limit, dtype=dtype).view(view)) * times
+
+
+def first_not_finite(arrays: Sequence[torch.Tensor], limits: Sequence[float]) -> int | None:
+    """The index of the first array with a NaN, or with a number as large as its limit or infinite; or None.
+    Arrays are contiguous, on the CPU, in float32, bfloat16 or float16."""
     of_each = np.array(
         [
             [array.data_ptr() for array in arrays],
             [array.nbytes for array in arrays],
-            [_EXPONENTS[array.dtype] for array in arrays],
+            [_bits(limit, array.dtype) for array, limit in zip(arrays, limits, strict=True)],
             [array.itemsize for array in arrays],
         ],
         dtype=np.int64,

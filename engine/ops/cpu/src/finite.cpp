@@ -1,23 +1,24 @@
-// Whether numbers are NaN or infinite: those with all bits of the exponent set.
+// Whether numbers are NaN, or as large as a limit. Without their sign, numbers have the order of their bits read as
+// integers, with infinity and NaN last.
 
 #include "tile.h"
 
 namespace maxsimd {
 
-// The bits of one 64-byte vector's numbers that are not finite.
-inline uint64_t not_finite(__m512i numbers, __m512i exponent, bool wide) {
-    const __m512i bits = _mm512_and_si512(numbers, exponent);
-    return wide ? _mm512_cmpeq_epi32_mask(bits, exponent) : _mm512_cmpeq_epi16_mask(bits, exponent);
+// The bits of one 64-byte vector's numbers that are not below the limit.
+inline uint64_t too_large(__m512i numbers, __m512i limit, bool wide) {
+    const __m512i sizes = _mm512_and_si512(numbers, _mm512_set1_epi32(wide ? 0x7fffffff : 0x7fff7fff));
+    return wide ? _mm512_cmpge_epi32_mask(sizes, limit) : _mm512_cmpge_epi16_mask(sizes, limit);
 }
 
-inline bool all_finite(const uint8_t* bytes, int64_t size, uint32_t exponent_bits, bool wide) {
-    const __m512i exponent = _mm512_set1_epi32((int)exponent_bits);
+inline bool all_below(const uint8_t* bytes, int64_t size, uint32_t limit_bits, bool wide) {
+    const __m512i limit = _mm512_set1_epi32((int)limit_bits);
     uint64_t found = 0;
     int64_t at = 0;
-    for (; at + 64 <= size; at += 64) found |= not_finite(_mm512_loadu_si512(bytes + at), exponent, wide);
+    for (; at + 64 <= size; at += 64) found |= too_large(_mm512_loadu_si512(bytes + at), limit, wide);
     if (at < size) {
         const __m512i rest = _mm512_maskz_loadu_epi8(((uint64_t)1 << (size - at)) - 1, bytes + at);
-        found |= not_finite(rest, exponent, wide);
+        found |= too_large(rest, limit, wide);
     }
     return found == 0;
 }
@@ -27,13 +28,14 @@ inline bool all_finite(const uint8_t* bytes, int64_t size, uint32_t exponent_bit
 #pragma GCC visibility push(default)
 extern "C" {
 
-// The first of `count` arrays, each at values[i] with sizes[i] bytes, that has a number which is not finite; -1 if
-// there is none. exponents[i] has the exponent's bits of its kind of number, twice where that has two bytes.
-int64_t maxsimd_first_not_finite(const void* const* values, const int64_t* sizes, const int64_t* exponents,
+// The first of `count` arrays, each at values[i] with sizes[i] bytes, that has NaN or a number which is not below a
+// limit; -1 if there is none. limits[i] has the limit's bits, at most those of infinity, twice where a number has two
+// bytes.
+int64_t maxsimd_first_not_finite(const void* const* values, const int64_t* sizes, const int64_t* limits,
                                  const int64_t* widths, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const auto* bytes = (const uint8_t*)values[i];
-        if (!maxsimd::all_finite(bytes, sizes[i], (uint32_t)exponents[i], widths[i] == 4)) return i;
+        if (!maxsimd::all_below(bytes, sizes[i], (uint32_t)limits[i], widths[i] == 4)) return i;
     }
     return -1;
 }

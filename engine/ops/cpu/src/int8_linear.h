@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -56,7 +57,8 @@ struct Rows {
     int32_t* at(int64_t row) { return bytes.get() + row * stride; }
 };
 
-// Rounds a row to bytes and pads it with zeros; returns its scale, which is NaN if one of its numbers is.
+// Rounds a row to bytes and pads it with zeros; returns its scale, which is NaN if one of its numbers is not finite:
+// after a product with infinity, GELU could make it a small number.
 template <class Lanes>
 float quantise(const float* row, int64_t inputs, int64_t octets, uint8_t* out) {
     auto largest = Lanes::zero();
@@ -91,6 +93,7 @@ float quantise(const float* row, int64_t inputs, int64_t octets, uint8_t* out) {
         out[i] = (uint8_t)bits;
     }
     std::memset(out + inputs, 128, octets * OCTET - inputs);  // whose weights are zero
+    if (!std::isfinite(size)) return std::numeric_limits<float>::quiet_NaN();
     return size <= 1e-30f ? 0 : size / 127;
 }
 

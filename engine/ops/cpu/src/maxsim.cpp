@@ -10,24 +10,37 @@
 
 namespace maxsimd {
 
+// Maxima by query token. A maximum leaves NaN out, so `broken` has the query tokens that met one.
+template <int BLOCKS>
+struct Best {
+    __m512 similarity[BLOCKS];
+    __mmask16 broken[BLOCKS];
+};
+
 template <class Number, int ROWS, int BLOCKS>
-inline void keep_maxima(const Unit* rows, const Unit* query, int64_t units, __m512 (&best)[BLOCKS]) {
+inline void keep_maxima(const Unit* rows, const Unit* query, int64_t units, Best<BLOCKS>& best) {
     // Documents are read from memory once: the next tile is prefetched while this one is multiplied.
     for (int64_t ahead = 0; ahead < ROWS * units; ahead += LANES)
         _mm_prefetch((const char*)(rows + ROWS * units + ahead), _MM_HINT_T0);
     typename Number::Sum sums[ROWS][BLOCKS];
     multiply_anew<Number, ROWS, BLOCKS>(rows, units, query, units * LANES, units, sums);
 #pragma GCC unroll 4
-    for (int block = 0; block < BLOCKS; block++)
+    for (int block = 0; block < BLOCKS; block++) {
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++) best[block] = _mm512_max_ps(best[block], sums[row][block]);
+        for (int row = 0; row < ROWS; row++)
+            best.similarity[block] = _mm512_max_ps(best.similarity[block], sums[row][block]);
+        // A comparison of two rows finds a NaN in either.
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; row += 2)
+            best.broken[block] |= _mm512_cmp_ps_mask(sums[row][block], sums[(row + 1) % ROWS][block], _CMP_UNORD_Q);
+    }
 }
 
-// The sum, over up to BLOCKS * 16 query tokens, of each one's best similarity in the document.
+// The sum, over up to BLOCKS * 16 query tokens, of each one's best similarity in the document; NaN if one of them is.
 template <class Number, int BLOCKS>
 float best_matches(const Unit* document, int64_t tokens, const Unit* query, int64_t query_tokens, int64_t units) {
-    __m512 best[BLOCKS];
-    for (auto& block : best) block = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    Best<BLOCKS> best{};
+    for (auto& block : best.similarity) block = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     int64_t token = 0;
     for (; token + 12 <= tokens; token += 12)
         keep_maxima<Number, 12, BLOCKS>(document + token * units, query, units, best);
@@ -35,8 +48,11 @@ float best_matches(const Unit* document, int64_t tokens, const Unit* query, int6
         keep_maxima<Number, 4, BLOCKS>(document + token * units, query, units, best);
     for (; token < tokens; token++) keep_maxima<Number, 1, BLOCKS>(document + token * units, query, units, best);
     float sum = 0;
-    for (int block = 0; block < BLOCKS; block++)
-        sum += _mm512_mask_reduce_add_ps(first_lanes(query_tokens - block * LANES), best[block]);
+    for (int block = 0; block < BLOCKS; block++) {
+        const __mmask16 present = first_lanes(query_tokens - block * LANES);
+        if (present & best.broken[block]) return std::numeric_limits<float>::quiet_NaN();
+        sum += _mm512_mask_reduce_add_ps(present, best.similarity[block]);
+    }
     return sum;
 }
 

@@ -1,7 +1,9 @@
 // The activations of a task: a copy of its rows in units, padded with zeros, and quantised if the weights are int8.
 #pragma once
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -9,7 +11,8 @@
 
 namespace maxsimd {
 
-// Quantises a row of bfloat16 to unsigned bytes whose zero is 128, padded with such zeros; returns its scale.
+// Quantises a row of bfloat16 to unsigned bytes whose zero is 128, padded with such zeros; returns its scale, which is
+// NaN if one of its numbers is not finite: after a product with infinity, GELU could make it a small number.
 inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
     // Without their sign, bfloat16 numbers have the same order as their bits read as integers.
     __m512i largest = _mm512_setzero_si512();
@@ -32,7 +35,7 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
         const __m512i rounded = _mm512_castps_si512(_mm512_fmadd_ps(values, inverse, rounder));
         _mm_mask_storeu_epi8(out + i, first_lanes(round_up(inputs, 4) - i), _mm512_cvtepi32_epi8(rounded));
     }
-    return size / 127;
+    return std::isfinite(size) ? size / 127 : std::numeric_limits<float>::quiet_NaN();
 }
 
 // Memory for `most` rows, each a whole number of cache lines and of tiles.

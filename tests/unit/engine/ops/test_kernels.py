@@ -76,6 +76,7 @@ def test_gelu_equals_the_exact_form_on_every_scale() -> None:
             # torch's own is exact to a little more than a millionth.
             torch.testing.assert_close(out, torch.nn.functional.gelu(x), atol=1.5e-6, rtol=1e-6)
         assert through_gelu(torch.tensor([float("nan")], dtype=dtype), pack).isnan().all()
+    assert through_gelu(torch.tensor(WRONG).bfloat16(), products.pack_int8).isnan().all()
 
 
 # rows, inputs, columns: of one tile, of several, with edges, with few rows and with many columns
@@ -345,14 +346,14 @@ WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", FINITE_DTYPES)
 def test_the_first_with_a_wrong_number_is_found(dtype: torch.dtype) -> None:
-    ends = itertools.product(FINITE_DTYPES, (1, -1))
-    greatest = [torch.full((97,), sign * torch.finfo(kind).max, dtype=kind) for kind, sign in ends]
-    assert first_not_finite(greatest) is first_not_finite([]) is None
-    for wrong, length in itertools.product(WRONG, (1, 15, 16, 17, 31, 32, 33, 64, 95)):
+    greatest = [torch.tensor([1, -1] * 48 + [1]).to(kind) * torch.finfo(kind).max for kind in FINITE_DTYPES]
+    assert first_not_finite(greatest, [torch.inf] * 3) is first_not_finite([], []) is None
+    cases = [*itertools.product(WRONG, (3.0, torch.inf)), (3.0, 3.0), (-4.0, 3.0)]
+    for (wrong, limit), length in itertools.product(cases, (1, 15, 16, 17, 31, 32, 33, 64, 95)):
         for position in range(length):
-            array = torch.zeros(length, dtype=dtype)
+            array = torch.full((length,), -2.98, dtype=dtype)
             array[position] = wrong
-            assert first_not_finite([*greatest, array, *greatest, array]) == len(greatest)
+            assert first_not_finite([*greatest, array] * 2, [torch.inf, torch.inf, torch.inf, limit] * 2) == 3
 
 
 TOWER_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
