@@ -258,7 +258,7 @@ def body_too_large() -> ApiError:
 
 
 def too_deep() -> ApiError:
-    return malformed("the body has too many arrays or objects within each other")
+    return malformed("arrays and objects in the body are nested too deeply")
 
 
 def body_not_unicode(reason: str) -> ApiError:

@@ -95,7 +95,7 @@ class ServerConfig:
         10.0, "Longest time for the headers of a request, or for a TLS handshake", within="limit"
     )
     transfer_seconds: float = option(
-        30.0, "Time over which transfer speeds are averaged: the longest standstill", within="limit"
+        30.0, "Window for averaging transfer speed, and the longest pause allowed", within="limit"
     )
     min_bytes_per_second: int = option(
         8192, "Lowest average speed of sending a body or reading an answer", within="limit"
@@ -154,7 +154,7 @@ class ServerConfig:
         if not all(key.strip() for key in self.api_key):
             raise ValueError("api_key must not be empty; leave the option out to ask for no key")
         if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("tls_key is of no use without tls_cert; give both")
+            raise ValueError("tls_key needs tls_cert; set both")
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(

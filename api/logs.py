@@ -270,7 +270,7 @@ def _log_warning(
 
 def _log_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
-        log.error("the process ends by an error that nobody expected", exc_info=error)
+        log.error("the process ends after an unexpected error", exc_info=error)
 
 
 def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:

@@ -275,7 +275,7 @@ async def _open(
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{'http' if tls is None else 'https'}://{host}:{listener.port}"
     if not listener.is_on_loopback and not app[STATE].keys.are_asked_for:
-        log.warning("whoever can reach %s may use it: there is no --api-key, no --api-key-file", url)
+        log.warning("anyone who can reach %s can use it; set --api-key or --api-key-file", url)
     return _HttpServer(url, app[STATE], runner, listener, connections)
 
 
@@ -323,6 +323,6 @@ async def _finish_requests(door: _HttpServer, deadline: float) -> None:
             await door.state.until_quiet()
             await door.connections.until_quiet()
     except TimeoutError:
-        log.warning("%d requests were not done in time and are answered 503", door.state.end_requests())
+        log.warning("%d requests did not finish in time and got a 503", door.state.end_requests())
         await asyncio.wait({asyncio.create_task(door.connections.until_quiet())}, timeout=_LEAVING_SECONDS)
     log.info("all requests are finished")

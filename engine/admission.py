@@ -478,7 +478,7 @@ class Admission:
         if tokens > most:
             raise RequestTooLargeError(
                 f"this request has {tokens} tokens, more than the {most} that one may have; send it in "
-                f"parts, let texts be cut shorter, or {raised}"
+                f"parts, truncate texts to fewer tokens, or {raised}"
             )
         seconds, timeout = self._scheduler.rate.seconds(tokens), permit.options.timeout
         if permit.must_finish and seconds is not None and timeout is not None and seconds > timeout:

@@ -305,7 +305,7 @@ class EngineConfig:
         False, "Run Python code that comes with the checkpoint", group="security"
     )
     allow_pickle: bool = option(
-        False, "Load weights that are only pickled, which can run code", group="security"
+        False, "Load weights that exist only as pickles; a pickle can run code", group="security"
     )
     if TYPE_CHECKING:  # msgspec, which decodes configurations, takes no InitVar
         debug: InitVar[Mapping[str, Any] | None] = None

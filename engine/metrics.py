@@ -45,7 +45,7 @@ class EngineMetrics:
         self._request_seconds = self._seconds(
             "maxsimd_request_seconds",
             "Seconds of a request in the engine: until it was prepared and until its first step (queue), in "
-            "tokenising and preparing it (tokenise), in steps (model), of these in scoring (score), and in "
+            "tokenizing and preparing it (tokenise), in steps (model), of these in scoring (score), and in "
             "all (total)",
             "part",
         )
@@ -68,7 +68,7 @@ class EngineMetrics:
             "maxsimd_request_documents", "Documents or texts in a request", _DOCUMENTS
         )
         self.truncated = self._counter(
-            "maxsimd_truncated_inputs", "Inputs that were too long for the model and were cut"
+            "maxsimd_truncated_inputs", "Inputs that were too long for the model and were truncated"
         )
         self.cancelled = self._counter(
             "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time"

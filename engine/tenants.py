@@ -152,7 +152,7 @@ class TenantLimits:
             return None
         what = rate.partition("_")[0]
         return QueueFullError(
-            f"the tenant {name!r} has used up the {bucket.per_minute} {what} that it has a minute; try again "
+            f"the tenant {name!r} has used its {bucket.per_minute} {what} per minute; try again "
             f"in {seconds:.1f} seconds, send less, or have its {rate} raised",
             retry_after=seconds,
             reason="rate",

@@ -44,7 +44,7 @@ _RESAMPLES = 9_999
 
 # Relevance by query and document; 0 and below is not relevant.
 Grades = Mapping[str, Mapping[str, int]]
-Judgements = Mapping[str, Mapping[str, bool]]
+Judgments = Mapping[str, Mapping[str, bool]]
 # Scores by query and document.
 Run = dict[str, dict[str, float]]
 
@@ -270,7 +270,7 @@ def _work(
         if ids:
             work.append((query, ids))
     if not work:
-        raise ValueError("no judgement names a query of the file that has documents; compare their ids")
+        raise ValueError("no judgment names a query of the file that has documents; compare their ids")
     return work
 
 
@@ -398,7 +398,7 @@ _FOLDS = 5
 
 @dataclass(slots=True)
 class Scored:
-    """Normalised scores with their judgements, and to which query each belongs."""
+    """Normalized scores with their judgments, and to which query each belongs."""
 
     scores: list[float] = field(default_factory=list)
     relevant: list[bool] = field(default_factory=list)
@@ -411,11 +411,11 @@ async def _score_judged(
     """Scores the documents of files that are judged, and `others` a query. Raises ValueError for none."""
     from maxsimd.engine import Engine
 
-    judged, asked, texts = read_judgements(qrels), read_texts(queries), read_texts(documents)
+    judged, asked, texts = read_judgments(qrels), read_texts(queries), read_texts(documents)
     scored, draw, ids = Scored(), random.Random(0), sorted(texts)
     async with Engine(config) as engine:
-        for number, (query, judgements) in enumerate(sorted(judged.items())):
-            chosen = {each: is_relevant for each, is_relevant in judgements.items() if each in texts}
+        for number, (query, judgments) in enumerate(sorted(judged.items())):
+            chosen = {each: is_relevant for each, is_relevant in judgments.items() if each in texts}
             if query not in asked or not chosen:
                 continue
             for each in draw.sample(ids, min(others, len(ids))):
@@ -425,7 +425,7 @@ async def _score_judged(
             scored.relevant += chosen.values()
             scored.queries += [number] * len(chosen)
     if not scored.scores:
-        raise ValueError("no judgement names a query and a document of the files; compare their ids")
+        raise ValueError("no judgment names a query and a document of the files; compare their ids")
     return scored
 
 
@@ -463,7 +463,7 @@ def read_texts(path: str) -> dict[str, str]:
     return texts
 
 
-def read_judgements(path: str) -> Judgements:
+def read_judgments(path: str) -> Judgments:
     """Reads judgments as `read_grades` does. Documents with a number above 0 are relevant."""
     return {
         query: {document: grade > 0 for document, grade in grades.items()}

@@ -216,7 +216,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
         if path is not None:
             path.unlink()
         return
-    hint = "" if path is None or not journal.done else f"; {path} has the rest, --resume goes on"
+    hint = "" if path is None or not journal.done else f"; {path} has the rest; continue with --resume"
     click.echo(f"interrupted with {missing:,} documents left{hint}", err=True)
     sys.exit(INTERRUPTED)
 
@@ -291,7 +291,7 @@ class Journal:
             return False
         if lines[0] != {"maxsimd": _VERSION, "digest": self._digest}:
             raise click.ClickException(
-                f"{path} is of another run: of another model, query, documents or options; remove it, or "
+                f"{path} belongs to another run: another model, query, documents or options; remove it, or "
                 "write to another file"
             )
         for index, score, last in lines[1:]:

@@ -112,7 +112,7 @@ def score(source: Path, out: Path, **values: Any) -> None:
     if errors:
         click.echo(f"{errors:,} rows have an error", err=True)
     if missing:
-        click.echo(f"interrupted with {missing:,} rows left; --resume goes on", err=True)
+        click.echo(f"interrupted with {missing:,} rows left; continue with --resume", err=True)
         sys.exit(INTERRUPTED)
 
 

@@ -68,7 +68,9 @@ class AppConfig:
         left = {name: value for name, value in flat.items() if value is not None}
         refused = sorted(RAYS_OWN & left.keys() - _names(ClusterConfig))
         if refused:
-            raise ValueError(f"{', '.join(refused)}: that is Ray's business here; see http_options of Serve")
+            raise ValueError(
+                f"{', '.join(refused)}: Ray controls this here; set it in http_options of Ray Serve"
+            )
         if several := sorted({*ONE_PROCESS, "models"} & left.keys()):
             raise ValueError(f"{', '.join(several)}: on Ray one model is served; leave that out")
         engine = EngineConfig.of({**SERVED, **_taken(left, _names(EngineConfig))})

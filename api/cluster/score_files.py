@@ -389,7 +389,7 @@ class RunFolder:
             raise click.ClickException(f"{self.path / _RUN} cannot be read: {error}") from error
         if found != {"maxsimd": _VERSION, "digest": self._digest}:
             raise click.ClickException(
-                f"{self.path} is of another run: of another model, input, query or options; "
+                f"{self.path} belongs to another run: another model, input, query or options; "
                 "remove it, or name another folder"
             )
         if not resume:

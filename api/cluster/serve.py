@@ -183,7 +183,7 @@ class Front:
 
     def _end_requests(self) -> None:
         if unfinished := self._state.end_requests():
-            log.warning("%d requests were not done in time", unfinished)
+            log.warning("%d requests did not finish in time", unfinished)
 
 
 log = logging.getLogger("maxsimd.cluster")

@@ -118,9 +118,7 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
             )
             server = config.server
             if host not in _OWN_HOSTS and not (server.api_key or server.api_key_file):
-                click.echo(
-                    "whoever can reach it may use it: there is no --api-key, no --api-key-file", err=True
-                )
+                click.echo("anyone who can reach it can use it; set --api-key or --api-key-file", err=True)
             while True:
                 signal.pause()
         except Asked:

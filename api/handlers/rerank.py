@@ -115,7 +115,8 @@ class CascadeStage(msgspec.Struct, kw_only=True):
 
     model: Annotated[Name, about("Name of the model that ranks.", "all-MiniLM-L6-v2")]
     keep: Annotated[
-        Positive | None, about("Number of best documents that the next stage gets. Not in the last.", 100)
+        Positive | None,
+        about("How many of the best documents go on to the next stage. Leave it out in the last.", 100),
     ] = None
     instruction: Annotated[
         str | None, about("Instruction of this stage. Default: the request's.", "Find passages that answer.")

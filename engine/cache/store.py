@@ -258,12 +258,11 @@ class CacheSizeWatch:
                 return
             self._silent_until = self._clock() + _SECONDS_BETWEEN_WARNINGS
         log.warning(
-            "the cache of %d MiB is too small for what is asked for again: of the last %d %s, %d had been in "
-            "it before and had to go; %s",
+            "the cache of %d MiB is too small: %d of the last %d %s had been cached and were evicted; %s",
             self._memory.limit // _MIB,
+            returned,
             puts,
             self._what,
-            returned,
             self._advice,
         )
 

@@ -230,7 +230,7 @@ def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
     for more, status, answer in (
         ([], 1, "go on with --resume"),
         (["--resume"], 0, "9 of 9 rows"),
-        (["--resume", "--normalize"], 1, "is of another run"),
+        (["--resume", "--normalize"], 1, "belongs to another run"),
     ):
         again = CliRunner().invoke(main, [*command, *more])
         assert again.exit_code == status

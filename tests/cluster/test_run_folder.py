@@ -91,7 +91,7 @@ def test_other_runs_and_other_folders_are_refused(tmp_path: Path) -> None:
     with _folder(tmp_path / "out") as _:
         with pytest.raises(click.ClickException, match="go on with --resume"):
             _folder(tmp_path / "out", resume=False)
-        with pytest.raises(click.ClickException, match="is of another run"):
+        with pytest.raises(click.ClickException, match="belongs to another run"):
             _folder(tmp_path / "out", digest="b")
         with pytest.raises(click.ClickException, match="is being written by another run"):
             _folder(tmp_path / "out").__enter__()

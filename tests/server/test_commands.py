@@ -105,7 +105,7 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 256, 120)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert "--resume goes on" in said.read_text()
+    assert "continue with --resume" in said.read_text()
     assert not out.exists()
     done = journal.read_bytes().count(b"\n") - 1
     assert 0 < done < len(texts)

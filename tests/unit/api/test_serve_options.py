@@ -119,7 +119,7 @@ def test_a_wrong_option_is_explained(served: Captured) -> None:
         (["--min-bytes-per-second", "-1"], "min_bytes_per_second must not be negative, not -1"),
         (["--port", "65536"], "port must be from 0 to 65535, not 65536"),
         (["--api-key", "one", "--api-key", " \t"], "api_key must not be empty"),
-        (["--tls-key", "key"], "tls_key is of no use without tls_cert"),
+        (["--tls-key", "key"], "tls_key needs tls_cert"),
         (["--cors-origin", "example.com"], "cors_origin must be * or like https://example.com"),
         (["--cors-origin", "https://example.com/"], "cors_origin must be * or like https://example.com"),
         (["--port", "x"], "Invalid value for '--port'"),

@@ -260,7 +260,7 @@ async def test_a_tenant_above_its_rate_is_told_when_to_come() -> None:
         door.admission.check_rate("a")  # before the request is read
         door.ask(20, tenant="a")
     message = (
-        r"^the tenant 'a' has used up the 30 requests that it has a minute; try again in 2\.0 seconds, send "
+        r"^the tenant 'a' has used its 30 requests per minute; try again in 2\.0 seconds, send "
         r"less, or have its requests_per_minute raised$"
     )
     assert door.refusal(20, message, tenant="a").retry_after == 2.0
@@ -281,7 +281,7 @@ async def test_tokens_count_once_they_are_counted_and_requests_let_in() -> None:
     door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
     door.ask(4000, counted=10, tenant="a")
     door.ask(20, counted=590, tenant="a")
-    door.refusal(1, tenant="a", match=r"used up the 600 tokens .* have its tokens_per_minute raised")
+    door.refusal(1, tenant="a", match=r"used its 600 tokens .* have its tokens_per_minute raised")
     door.now = 1.0
     door.ask(20, counted=1210, tenant="a")
     refusal = door.refusal(1, tenant="a")
@@ -296,7 +296,7 @@ async def test_tokens_count_once_they_are_counted_and_requests_let_in() -> None:
     with pytest.raises(RequestTooLargeError):
         door.ask(200, counted=5001, tenant="a")
     door.ask(20, tenant="a")
-    door.refusal(20, tenant="a", match="used up the 2 requests")
+    door.refusal(20, tenant="a", match="used its 2 requests")
 
 
 async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:

@@ -214,7 +214,7 @@ async def test_a_tenants_rate_goes_on_and_cached_documents_cost_little(config: E
     async with engine:
         await engine.score("q", "d", tenant="a")
         await engine.embed("q", tenant="a")
-        with pytest.raises(errors.QueueFullError, match="used up the 2 requests") as refused:
+        with pytest.raises(errors.QueueFullError, match="used its 2 requests") as refused:
             await engine.rerank("q", ["d"], tenant="a")
         assert 0 < refused.value.retry_after <= 30
         await engine.rerank("q", ["d"], tenant="b")
@@ -231,7 +231,7 @@ async def test_a_tenants_rate_goes_on_and_cached_documents_cost_little(config: E
         for _ in range(10):
             await engine.score("q", documents, tenant="a")
         await engine.score("q", documents, tenant="a", cache="bypass")
-        with pytest.raises(errors.QueueFullError, match="used up the 1000 tokens"):
+        with pytest.raises(errors.QueueFullError, match="used its 1000 tokens"):
             await engine.score("q", "d", tenant="a")
 
 

@@ -94,7 +94,7 @@ async def test_rates_alone_refuse() -> None:
             door.admission.confirm(permit, 5001)
     async with waiting_door(tenants={"a": Tenant(requests_per_minute=1)}) as door:
         door.ask(10, tenant="a")
-        with pytest.raises(QueueFullError, match="used up the 1 requests"):
+        with pytest.raises(QueueFullError, match="used its 1 requests"):
             door.ask(10, tenant="a")
 
 

@@ -32,7 +32,7 @@ def test_a_configuration_survives_or_is_refused() -> None:
     assert AppConfig.of(config.arguments()) == config
     for arguments, message in (
         ({"nonsense": 1}, "there is no option nonsense"),
-        ({"port": 1, "tls_key": "k"}, "port, tls_key: that is Ray's business"),
+        ({"port": 1, "tls_key": "k"}, "port, tls_key: Ray controls this"),
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas must be at least"),
         ({"dtype": "float33"}, "dtype"),

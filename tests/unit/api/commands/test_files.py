@@ -126,7 +126,7 @@ def test_other_files_and_an_unasked_resume_are_refused(tmp_path: Path) -> None:
         assert path.exists()
     with Journal(path, DIGEST, resume=False) as journal:  # what has no score is left by no run
         journal.add({}, {0: "too long"})
-    with pytest.raises(click.ClickException, match="is of another run"):
+    with pytest.raises(click.ClickException, match="belongs to another run"):
         Journal(path, digest_of(["ab"]), resume=True)
     with pytest.raises(click.ClickException, match="go on with --resume"):
         Journal(path, DIGEST, resume=False)

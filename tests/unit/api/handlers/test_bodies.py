@@ -49,7 +49,7 @@ async def test_malformed_bodies_are_a_400(caller: Caller, engine: RecordingEngin
     assert (await caller.post("/tokenize", marked)).status == 200
     for size in (5_000, 50_000):
         deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
-        said = "the body has too many arrays or objects within each other"
+        said = "arrays and objects in the body are nested too deeply"
         await Caller(engine).refused("/v1/embeddings", deep, 400, says=said)
 
 
