@@ -228,11 +228,11 @@ class CrossEncoderProcessor(ScoreProcessor):
         if request.explain:
             check_explained_lines(request.explain, [one.windows for one in facts])
         sequences = self._sequences(pairs, ids)
-        truncated_queries = sum(query.truncated for query in queries)
+        truncated_queries = sum(query.truncated for query in queries) + found.truncated_queries(request)
         return CrossEncoderPlan(
             sequences=sequences,
             num_values=sum(one.windows for one in facts),
-            truncated=truncated_queries + sum(pair.truncated for pair in pairs) + found.truncated(request),
+            truncated=truncated_queries + sum(pair.truncated for pair in pairs) + found.truncated_documents,
             images=self._image_jobs(sequences),
             cached_documents=len(found.cached),
             cached_tokens=found.cached_tokens,

@@ -116,7 +116,7 @@ class ListwiseProcessor(ScoreProcessor):
         return ListwisePlan(
             sequences=sequences,
             num_values=len(sequences),
-            truncated=truncated + found.truncated(request),
+            truncated=truncated + found.truncated_documents,
             cached_documents=len(found.cached),
             cached_tokens=found.cached_tokens,
             request=request,

@@ -45,11 +45,16 @@ class FoundScores:
     def cached_tokens(self) -> int:
         return sum(entry.tokens for entry in self.cached.values())
 
-    def truncated(self, request: ScoreRequest) -> int:
-        """Counts inputs truncated for cached scores, without queries that are run again for new documents."""
+    @property
+    def truncated_documents(self) -> int:
+        """Counts documents truncated for cached scores; in lists, the queries too."""
+        return sum(entry.truncated for entry in self.cached.values())
+
+    def truncated_queries(self, request: ScoreRequest) -> int:
+        """Counts queries truncated for cached scores, without those that are run again for new documents."""
         run_again = {request.query_of(i) for i in self.new}
         queries = {request.query_of(i) for i, entry in self.cached.items() if entry.query_truncated}
-        return sum(entry.truncated for entry in self.cached.values()) + len(queries - run_again)
+        return len(queries - run_again)
 
     def with_new(self, scores: Scores) -> Scores:
         """Returns the scores of all documents, from those of the new ones."""

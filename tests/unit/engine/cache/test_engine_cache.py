@@ -18,6 +18,7 @@ from maxsimd.engine import (
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
+    Truncation,
 )
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors import dual_encoder
@@ -153,6 +154,10 @@ async def test_a_repeated_request_gives_the_same_bits(cross_encoder: Engine, doc
     assert new.usage.cached_documents == 0
     labels = await cross_encoder.classify(QUERY, text_pairs=documents[:1])
     assert labels.usage.cached_tokens == 0, "labels are not taken from the cache"
+    for number in (2, 2, 3):  # new, cached, and one of them new
+        short = Truncation(max_query_tokens=2)
+        found = await cross_encoder.score(QUERY, documents[:number], truncation=short)
+        assert (found.truncated, found.truncated_queries) == (1, 1)
 
 
 async def test_known_and_new_pairs_score_as_uncached(cross_encoder: Engine, documents: list[str]) -> None:
