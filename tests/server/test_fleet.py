@@ -234,7 +234,7 @@ def test_a_front_that_connects_ends_without_a_traceback(tmp_path: Path) -> None:
     os.mkfifo(given)
     engine.touch()  # nobody listens there
     log.touch()
-    setup = Setup(True, 0, (str(engine),), (str(own),), (), EngineConfig(), ServerConfig())
+    setup = Setup(True, 0, (str(engine),), (str(own),), (), EngineConfig(), ServerConfig(), b"")
     with open(os.open(given, os.O_RDWR), "wb", buffering=0) as writing:
         writing.write(setup.encoded())
         front = Program(["front", "0"], module="maxsimd.api.fleet.process").start(log, given=given)
