@@ -15,7 +15,7 @@ from maxsimd.engine.workers import yield_to_smaller
 
 T = TypeVar("T")
 
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 _QUOTE, _BACKSLASH, _COMMA = (ord(character) for character in '"\\,')
 # How each character changes the depth of nesting.
 _STEPS = np.zeros(256, dtype=np.int8)
@@ -65,8 +65,8 @@ def shape_of(body: bytes | bytearray, most: JsonShape) -> JsonShape:
 def _shape_with_strings(body: bytes | bytearray) -> JsonShape:
     view = memoryview(body)
     containers = quotes = commas = 0
-    for start in range(0, len(body), _BLOCK):
-        block = np.frombuffer(view[start : start + _BLOCK], dtype=np.uint8)
+    for start in range(0, len(body), BLOCK):
+        block = np.frombuffer(view[start : start + BLOCK], dtype=np.uint8)
         containers += _count(block, ord("[")) + _count(block, ord("{"))
         quotes += _count(block, _QUOTE)
         commas += _count(block, _COMMA)
@@ -98,7 +98,7 @@ class _Block:
     @staticmethod
     def all_of(text: memoryview) -> Iterator["_Block"]:
         num_quotes = 0
-        for start, stop in pairwise(_ends_of_blocks(text)):
+        for start, stop in pairwise(ends_of_blocks(text)):
             part = bytes(text[start:stop])
             if _BACKSLASH in part:
                 part = part.replace(b"\\\\", b"__").replace(b'\\"', b"__")
@@ -115,12 +115,12 @@ class _Block:
             yield_to_smaller()
 
 
-def _ends_of_blocks(text: memoryview) -> Iterator[int]:
+def ends_of_blocks(text: memoryview | bytearray) -> Iterator[int]:
     """Ends of blocks. None is within an escape of two characters."""
     stop = 0
     yield stop
     while stop < len(text):
-        block = bytes(text[stop : stop + _BLOCK])
+        block = bytes(text[stop : stop + BLOCK])
         has_half = (len(block) - len(block.rstrip(b"\\"))) % 2
         stop = min(stop + len(block) + has_half, len(text))
         yield stop
@@ -128,13 +128,13 @@ def _ends_of_blocks(text: memoryview) -> Iterator[int]:
 
 def decode_in_parts(body: bytes | bytearray, kind: type[T]) -> T:
     """Decodes a JSON object. No call takes long, whatever the object has."""
-    if len(body) <= _BLOCK and not has_slow_numbers(body):
+    if len(body) <= BLOCK and not has_slow_numbers(body):
         # Without `strict`, "1" is a number, and "true" and 1 are booleans.
         return msgspec.json.decode(body, type=kind, strict=False)
     fields = {}
     for name, value in NAMES.decode(body).items():
         try:
-            fields[name] = _decoded(value, 1)
+            fields[name] = decode_value(value)
         except msgspec.ValidationError as error:
             # It names a place in a part.
             said = str(error).partition(" - at ")[0]
@@ -154,17 +154,18 @@ def has_slow_numbers(body: bytes | bytearray | memoryview) -> bool:
     return bool((is_digit[first] & is_digit[first + 1] & is_digit[first + 2]).any())
 
 
-def _decoded(value: msgspec.Raw, level: int) -> Any:
+def decode_value(value: msgspec.Raw, level: int = 1) -> Any:
+    """Decodes a value, at this level within others. No call takes long."""
     view = memoryview(value)
     yield_to_smaller()
-    if len(view) <= _BLOCK:
+    if len(view) <= BLOCK:
         return _decoded_part(view)
     if view[0] not in b"[{":
         return msgspec.json.decode(view)
     if level == _DEEPEST_LARGE:
         raise too_deep()
     if view[0] in b"{":
-        return {name: _decoded(each, level + 1) for name, each in NAMES.decode(view).items()}
+        return {name: decode_value(each, level + 1) for name, each in NAMES.decode(view).items()}
     texts = _decoded_texts(view)
     return texts if texts is not None else _decoded_list(view, level)
 
@@ -196,10 +197,10 @@ def _decoded_list(view: memoryview, level: int) -> list[Any]:
     decoded: list[Any] = []
     for start, stop in pairwise(_ends_of_parts(view)):
         part = b"".join((b"[", view[start + 1 : stop], b"]"))
-        if stop - start <= _BLOCK:
+        if stop - start <= BLOCK:
             decoded += _decoded_part(part)
         else:  # one entry, or none
-            decoded += [_decoded(each, level + 1) for each in _ENTRIES.decode(part)]
+            decoded += [decode_value(each, level + 1) for each in _ENTRIES.decode(part)]
         yield_to_smaller()
     return decoded
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, I
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -25,7 +26,16 @@ from maxsimd.api.answer import (
     too_many_members,
     unreadable_body,
 )
-from maxsimd.api.handlers.json_parts import NAMES, JsonShape, decode_in_parts, has_slow_numbers, shape_of
+from maxsimd.api.handlers import json_parts
+from maxsimd.api.handlers.json_parts import (
+    NAMES,
+    JsonShape,
+    decode_in_parts,
+    decode_value,
+    ends_of_blocks,
+    has_slow_numbers,
+    shape_of,
+)
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.reading import UnreadField, has_pictures, unread_fields, warnings_of
 from maxsimd.api.state import HeldBytes, ServerState, naming_lost_model
@@ -38,6 +48,7 @@ from maxsimd.engine import (
     SparseEmbedResult,
     TokenEmbedResult,
 )
+from maxsimd.engine.workers import yield_to_smaller
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -309,16 +320,12 @@ def _decompressor(encoding: Encoding, first: int) -> "zlib._Decompress":
     return zlib.decompressobj(_ZLIB if first & 0x0F == _DEFLATED else _RAW)
 
 
-RawFields = dict[str, msgspec.Raw]
-
 # The engine refuses this document.
 HALF = "\ud83d"
-# An escaped surrogate, and its other half if that follows. Behind an escaped backslash, `ud83d` is text. The
-# possessive repeat keeps a body of backslashes from taking gigabytes.
+# An escaped surrogate, and its other half if that follows.
 _SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*+\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
 )
-_LENGTH = len(rb"\ud83d")
 # Noncharacters of Unicode, which mark where halves stood.
 _MARKS = range(0xFDD0, 0xFDF0)
 _ESCAPED_MARK = re.compile(rb"\\u([fF][dD][dDeE][0-9a-fA-F])")
@@ -332,7 +339,7 @@ def decode_with_halves(body: bytearray, kind: type[T]) -> T:
     request wants errors reported. Raises InvalidRequestError that names another place."""
     mark = _mark_halves(body)
     escaped = re.compile(re.escape(_escaped(mark)))
-    fields = msgspec.json.decode(body, type=RawFields)
+    fields = NAMES.decode(body)
     known = _DOCUMENTS & {*getattr(kind, "__struct_fields__", _DOCUMENTS)}
     if _text(fields.get("on_error")) != "report" or _text(fields.get("rank_fields")) is not None:
         known = frozenset()
@@ -341,7 +348,7 @@ def decode_with_halves(body: bytearray, kind: type[T]) -> T:
         if chr(mark) in name:
             raise _half_character_error("the name of a field", None)
         for place in _places(value, escaped):
-            if place is None or name not in known or not _is_text(place[1], mark):
+            if place is None or name not in known or not _is_text(place[1], mark, escaped):
                 raise _half_character_error(_where(value, name, escaped), name)
             broken.append((name, place[0]))
     request = decode_in_parts(body, kind)
@@ -352,15 +359,29 @@ def decode_with_halves(body: bytearray, kind: type[T]) -> T:
 
 def _mark_halves(body: bytearray) -> int:
     """Replaces each half surrogate by a mark that is not in the body. Returns the mark's code point."""
-    # Each search goes through the whole body.
-    escaped = {int(found[1], 16) for found in _ESCAPED_MARK.finditer(body)}
+    escaped = {int(found[1], 16) for found in _found_in_parts(_ESCAPED_MARK, body)}
     mark = next((each for each in _MARKS if each not in escaped and chr(each).encode() not in body), None)
     if mark is None:
         raise _half_character_error("the body", None)
-    for found in _SURROGATE.finditer(body):
-        if found[1] is None:
-            body[found.end() - _LENGTH : found.end()] = _escaped(mark)
+    done = 0
+    for start, stop in pairwise(ends_of_blocks(body)):
+        # Behind an escaped backslash, `ud83d` is text.
+        part = bytes(body[start : stop + _LONGEST_ESCAPE]).replace(rb"\\", b"__")
+        for found in _SURROGATE.finditer(part):
+            first = start + found.start()
+            if done <= first < stop:
+                done = start + found.end()
+                if found[1] is None:
+                    body[first:done] = _escaped(mark)
+        yield_to_smaller()
     return mark
+
+
+def _found_in_parts(pattern: re.Pattern[bytes], text: bytearray | msgspec.Raw) -> Iterator[re.Match[bytes]]:
+    """Where a pattern is found, perhaps twice."""
+    for start in range(0, len(memoryview(text)), json_parts.BLOCK):
+        yield from pattern.finditer(text, start, start + json_parts.BLOCK + _LONGEST_ESCAPE)
+        yield_to_smaller()
 
 
 def _escaped(mark: int) -> bytes:
@@ -368,7 +389,7 @@ def _escaped(mark: int) -> bytes:
 
 
 def _has(value: msgspec.Raw, mark: re.Pattern[bytes]) -> bool:
-    return mark.search(value) is not None
+    return any(_found_in_parts(mark, value))
 
 
 def _begins(value: msgspec.Raw, character: bytes) -> bool:
@@ -387,14 +408,16 @@ def _places(value: msgspec.Raw, mark: re.Pattern[bytes]) -> Iterator[tuple[int, 
             yield i, each
 
 
-def _is_text(value: msgspec.Raw, mark: int) -> bool:
+def _is_text(value: msgspec.Raw, mark: int, escaped: re.Pattern[bytes]) -> bool:
     """Whether a document is a text, or an object with the mark in its text alone."""
-    document = msgspec.json.decode(value)
-    if not isinstance(document, dict):
-        return isinstance(document, str)
-    text = document.pop("text", None)
-    has_more = chr(mark).encode() in msgspec.json.encode(document)
-    return isinstance(text, str) and not has_pictures(document) and not has_more
+    if not _begins(value, b"{"):
+        return _begins(value, b'"')
+    fields = NAMES.decode(value)
+    text = fields.pop("text", None)
+    if text is None or not _begins(text, b'"'):
+        return False
+    has_more = any(chr(mark) in name or _has(each, escaped) for name, each in fields.items())
+    return not has_more and not has_pictures({name: decode_value(each) for name, each in fields.items()})
 
 
 def _where(value: msgspec.Raw, path: str, mark: re.Pattern[bytes]) -> str:
@@ -405,7 +428,7 @@ def _where(value: msgspec.Raw, path: str, mark: re.Pattern[bytes]) -> str:
             assert place is not None
             path, value = f"{path}[{place[0]}]", place[1]
         elif _begins(value, b"{"):
-            fields = msgspec.json.decode(value, type=RawFields)
+            fields = NAMES.decode(value)
             name = next((name for name, each in fields.items() if _has(each, mark)), None)
             if name is None:  # a name has it
                 break
@@ -416,7 +439,7 @@ def _where(value: msgspec.Raw, path: str, mark: re.Pattern[bytes]) -> str:
 
 
 def _text(value: msgspec.Raw | None) -> Any:
-    return None if value is None else msgspec.json.decode(value)
+    return None if value is None else decode_value(value)
 
 
 def _half_character_error(where: str, param: str | None) -> InvalidRequestError:

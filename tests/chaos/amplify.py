@@ -130,6 +130,9 @@ def _on_embedded() -> Iterator[Attack]:
         yield Attack(name, "/rerank", body, len(documents), 1, 60, must_succeed=rows == 1000, first=cached)
     body = b'{"query": "a", "documents": [{"embedding": [%b]}]}' % b",".join([b"1e-320"] * 2_000_000)
     yield Attack("numbers at the end of the range", "/rerank", gzip.compress(body), encoding="gzip")
+    for text in ("a" * 60_000_000, "\\" * 30_000_000):
+        body = _json(query="a", documents=[text + "\ud83d"])
+        yield Attack(f"{text[:1] * 3} and half of a character", "/rerank", body)
     yield muvera(640)
     yield muvera(40)
     yield Attack("/tokenize of 30 MB", "/tokenize", _json(text="word " * 6_000_000))

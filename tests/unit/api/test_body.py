@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from maxsimd.api.answer import ApiError, error_answer
 from maxsimd.api.handlers import json_parts, route
 from maxsimd.api.handlers.json_parts import JsonShape
+from maxsimd.api.handlers.rerank import RerankRequest
 from maxsimd.api.state import BodyBudget
 
 NOTHING = JsonShape(0, 0, 0)
@@ -52,7 +53,7 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     shape = _shape(value)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("maxsimd.api.handlers.json_parts._BLOCK", block)
+        patched.setattr("maxsimd.api.handlers.json_parts.BLOCK", block)
         assert json_parts.shape_of(body, NOTHING) == shape or shape == NOTHING
         assert json_parts.shape_of(body, shape).is_within(shape)
         patched.setattr("maxsimd.api.handlers.json_parts._DEEPEST_LARGE", 100)
@@ -80,6 +81,13 @@ def test_no_call_holds_the_lock_for_long(number: bytes, count: int) -> None:
         b'"timeout": 1e308,' * 20_000,
     )
     assert _longest_call(lambda: json_parts.decode_in_parts(body, kind)) < 0.08
+
+
+@pytest.mark.parametrize("text", [b"a" * (16 << 20), b"\\" * (16 << 20), rb"\ud83d" * 100_000])
+def test_nor_does_one_that_finds_halves_of_characters(text: bytes) -> None:
+    body = bytearray(rb'{"query": "a", "documents": ["%b\ud83d"], "on_error": "report"}   ' % text)
+    assert _longest_call(lambda: route.decode_with_halves(body, RerankRequest)) < 0.08
+    assert _longest_call(lambda: json_parts.shape_of(body, NOTHING)) < 0.02
 
 
 def test_a_small_text_is_counted_with_its_strings_contents() -> None:

@@ -87,7 +87,10 @@ async def test_half_of_a_character_is_told_by_its_place(caller: Caller) -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [("/rerank", "documents"), ("/score", "items"), ("/invocations", "documents")]
 )
-async def test_half_of_a_character_may_be_a_documents_error(caller: Caller, path: str, name: str) -> None:
+async def test_half_of_a_character_may_be_a_documents_error(
+    caller: Caller, path: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxsimd.api.handlers.json_parts.BLOCK", 9)
     # The second is cut before its half; the last has a backslash and what looks like one.
     documents = ["\U0001f600", "word " * 300 + "\ud83d", {"text": "\ude00"}, "\\ud83d \ufdd0"]
     query = {"queries": "q"} if path == "/score" else {"query": "q"}
