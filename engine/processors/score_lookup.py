@@ -125,7 +125,8 @@ class ScoreLookup:
     def _keys(self, request: ScoreRequest) -> list[bytes | None]:
         """Returns the key of each document's score; None for pairs with pictures, which are not cached."""
         how = f"{request.truncation!r} {request.instruction!r} {request.cache_owner!r}"
-        if self._together and len(request.queries) == 1:
+        is_one_list = self._together and len(request.queries) == 1
+        if is_one_list:
             all_documents = hashlib.blake2b(digest_size=32)
             for given in request.document_texts:
                 text = given.encode("utf-8", "surrogatepass")
@@ -140,7 +141,8 @@ class ScoreLookup:
                 yield_to_smaller()
                 if number not in of_query:
                     of_query = {number: PairKeys(query, how)}
-                keys.append(of_query[number].key(document))
+                # Equal documents of a list have different scores, by their places.
+                keys.append(of_query[number].key(str(i) if is_one_list else document))
             else:
                 keys.append(None)
         return keys
