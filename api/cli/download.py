@@ -1,5 +1,6 @@
 """`maxsimd download`: a hub's checkpoint into a folder, with digests, for machines that reach no hub."""
 
+import json
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def download(model: str, folder: str, revision: str | None, check: bool) -> None
 
     `maxsimd serve FOLDER --offline` verifies them and contacts no hub. Files that exist are not downloaded
     again."""
-    from maxsimd.engine.checkpoint.files import DIGESTS_FILE, check_digests, write_digests
+    from maxsimd.engine.checkpoint.files import DIGESTS_FILE, INSTRUCTORS, check_digests, write_digests
     from maxsimd.engine.errors import ModelLoadError
 
     target = Path(folder)
@@ -36,10 +37,17 @@ def download(model: str, folder: str, revision: str | None, check: bool) -> None
             click.echo(f"{compared} files are what {DIGESTS_FILE} says")
             return
         _download(model, revision, target)
+        if model in INSTRUCTORS:
+            _leave_prompts_out(target / "1_Pooling" / "config.json")
         count = write_digests(target)
     except ModelLoadError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{count} files in {folder}; serve with: maxsimd serve {folder} --offline")
+
+
+def _leave_prompts_out(path: Path) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"include_prompt": False}
+    path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def wanted(names: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import posixpath
+import re
 import threading
 import time
 import zipfile
@@ -156,6 +157,22 @@ def _read_object(model: str, name: str, revision: str | None) -> dict[str, Any] 
     if read is not None and not isinstance(read, dict):
         raise ModelLoadError(f"{name} of {model!r} is no JSON object")
     return read
+
+
+# Their files do not say that they leave prompts out of pooling: sentence-transformers goes by these names.
+INSTRUCTORS = frozenset(f"hkunlp/instructor-{size}" for size in ("base", "large", "xl"))
+
+
+def names_of(model: str, base: Any) -> str:
+    """The letters and digits of what a checkpoint is called: by the last parts of its path or hub id, by the
+    `base` in its config, and by the title of a README.md on this machine."""
+    path = Path(model).absolute() if Path(model).exists() else Path(model)
+    text = ""
+    with suppress(OSError):
+        text = ((path.parent if path.is_file() else path) / "README.md").read_text("utf-8", "replace")
+    title = re.search(r"^# .*", text, re.M)
+    names = [*path.parts[-3:], str(base), title[0] if title else ""]
+    return re.sub(r"[\W_]", "", " ".join(names).lower())
 
 
 def one_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from maxsimd.engine.checkpoint.files import local_folder
+from maxsimd.engine.checkpoint.files import INSTRUCTORS, local_folder, names_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 
@@ -360,9 +360,10 @@ PUBLISHED = _known(
 
 def check_settings(config: EngineConfig) -> tuple[str, ...]:
     """Returns the unknown keys of a checkpoint's files on this machine, in a line for each file that has
-    some. Raises ModelLoadError for a key that is refused. Warns of a length beyond the model's positions."""
+    some. Raises ModelLoadError for a key that is refused. Warns of a length beyond the model's positions, and
+    of an Instructor that pools prompts."""
     model, lines = config.model, []
-    longest = positions = None
+    longest = positions = base = pools_prompts = None
     if model is None:
         return ()
     for name, said, known in _files_with_known_keys(model, config.revision, config.trust_remote_code):
@@ -378,6 +379,9 @@ def check_settings(config: EngineConfig) -> tuple[str, ...]:
             more = len(unknown) - _MOST_NAMED
             named = ", ".join(unknown[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
             lines.append(f"{name}: {named}")
+        if known is MODULES["Pooling"] and "include_prompt" not in said:
+            pools_prompts = name
+        base = said.get("_name_or_path", base)
         longest = said.get("max_seq_length", longest)
         positions = said.get("max_position_embeddings", positions)
     if isinstance(longest, int) and isinstance(positions, int) and 0 < positions < longest:
@@ -385,6 +389,12 @@ def check_settings(config: EngineConfig) -> tuple[str, ...]:
             "%s sets max_seq_length to %d, but its config.json has %d positions: longer texts are truncated "
             "to these; raise max_position_embeddings if the model was trained on longer ones",
             *(model, longest, positions),
+        )
+    if pools_prompts and model not in INSTRUCTORS and "instructor" in names_of(model, base):
+        log.warning(
+            "%s is an Instructor by its name, which leaves prompts out of pooling: add"
+            ' "include_prompt": false to its %s, or true if it was trained otherwise',
+            *(model, pools_prompts),
         )
     return tuple(lines)
 

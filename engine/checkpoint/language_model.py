@@ -2,10 +2,8 @@
 (Nogueira et al. 2020, arXiv 2003.06713)."""
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from transformers.modeling_outputs import BaseModelOutput
 
 from maxsimd.engine.checkpoint.cross_encoder import prompted, special_tokens, template_of, truncation_of
-from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.files import CheckpointFiles, names_of
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
@@ -228,11 +226,7 @@ def _read_bare(
 def _say_family(name: str, files: CheckpointFiles, example: str, named: str, answers: str) -> None:
     """Logs which published reranker a checkpoint is taken for, as a warning if neither its name says so, nor
     that of its base, nor the title of its README.md. Nothing else tells such rerankers from others."""
-    path = Path(name).absolute() if Path(name).exists() else Path(name)
-    readme = (path.parent if path.is_file() else path) / "README.md"
-    title = re.search(r"^# .*", readme.read_text("utf-8", "replace"), re.M) if readme.is_file() else None
-    told = " ".join([*path.parts[-3:], str(files.config.get("_name_or_path")), title[0] if title else ""])
-    if named in re.sub(r"[\W_]", "", told.lower()):
+    if named in names_of(name, files.config.get("_name_or_path")):
         log.info("%s is asked as %s is, and answers %s", name, example, answers)
         return
     log.warning(

@@ -87,6 +87,16 @@ def test_code_that_might_read_otherwise_is_mentioned(
     assert "code of its own, which is not run" in caplog.text
 
 
+def test_an_instructor_that_pools_prompts_is_said(changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
+    path = changed(bi_encoders.without_prompt, written("README.md", "# hkunlp/instructor-base"))
+    for i, expected in enumerate((False, True, True)):  # the last by a recipe
+        assert load_model(EngineConfig(model=path), CPU).query.pool_prompt == expected
+        assert ("false to its 1_Pooling/config.json" in caplog.text) == expected
+        caplog.clear()
+        if i == 0:
+            without_settings("include_prompt", file="1_Pooling/config.json")(Path(path))
+
+
 _MXBAI = "mixedbread-ai/mxbai-rerank-base-v2"
 _QWEN3 = language_models.qwen3_reranker
 

@@ -133,6 +133,20 @@ def test_a_changed_download_is_named(download: Download, tmp_path: Path, start_s
     assert f"{weights} is" in download(MODEL, "--to", str(folder), "--check", status=1).stderr
 
 
+def test_instructors_leave_prompts_out(
+    hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxsimd.engine.checkpoint.files.INSTRUCTORS", {MODEL})
+    pooling, folder = "1_Pooling/config.json", tmp_path / "model"
+    hub.files[pooling] = tmp_path / "pooling"
+    hub.files[pooling].write_text('{"pooling_mode_mean_tokens": true}')
+    for _ in range(2):  # again where it is there
+        download(MODEL, "--to", str(folder))
+        said = json.loads((folder / pooling).read_text())
+        assert said == {"pooling_mode_mean_tokens": True, "include_prompt": False}
+    download(MODEL, "--to", str(folder), "--check")
+
+
 def test_what_the_hub_does_not_have_is_told_in_one_line(
     hub: Hub, download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
