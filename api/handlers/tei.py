@@ -245,9 +245,9 @@ async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: Inpu
 
 async def decode(state: ServerState, body: TeiDecodeRequest) -> Answer:
     """The texts of token ids, without special tokens unless the request wants them."""
-    lists = _id_lists(body.ids)
-    check_count(lists, "ids", state.config.max_documents)
-    check_number_decoded(sum(map(len, lists)), "ids")
+    lists = await state.engine.in_thread(
+        lambda: _id_lists(body.ids, state.config.max_documents), len(body.ids)
+    )
     tokenizer, skip = state.engine.tokenizer, body.skip_special_tokens is not False
     texts = await state.engine.in_thread(
         lambda: [decoded(tokenizer, ids, "ids", skip) for ids in lists], sum(map(len, lists))
@@ -268,12 +268,14 @@ async def _embedded(
     )
 
 
-def _id_lists(ids: list[int | list[int]]) -> list[list[int]]:
+def _id_lists(ids: list[int | list[int]], most: int) -> list[list[int]]:
     lists = [each for each in ids if isinstance(each, list)]
     if not lists:
-        return [[each for each in ids if isinstance(each, int)]]
-    if len(lists) < len(ids):
+        lists = [[each for each in ids if isinstance(each, int)]]
+    elif len(lists) < len(ids):
         raise InvalidRequestError("ids must be token ids or lists of those, not both", "ids")
+    check_count(lists, "ids", most)
+    check_number_decoded(sum(map(len, lists)), "ids")
     return lists
 
 
