@@ -37,7 +37,7 @@ from maxsimd.api.wire import (
 from maxsimd.engine import InvalidRequestError, Truncation, Vectors
 from maxsimd.engine.media import AnyPicture, EncodedPicture, Part, PictureUrl
 from maxsimd.engine.media import Content as PictureContent
-from maxsimd.engine.requests import Item, are_texts
+from maxsimd.engine.requests import Item, TruncationWords, are_texts
 from maxsimd.engine.workers import yield_to_smaller
 
 # Texts and pictures, or each text's token ids.
@@ -247,6 +247,7 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
         long_documents = "truncate" if cut else "error"
     # A length that the request sets itself is no error by the server's default.
     refuse = long_documents == "error" and (request.long_documents is not None or cut is False)
+    words = truncation_words(request)
     if tokens is None and long_documents != "error":
         tokens = -1
     if not isinstance(request, Scoring):
@@ -255,7 +256,7 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
                 "long_documents window is only for documents that are scored; use truncate or error",
                 "long_documents",
             )
-        return Truncation(max_tokens=tokens, side=side, refuse=refuse and tokens is not None)
+        return Truncation(max_tokens=tokens, side=side, refuse=refuse and tokens is not None, words=words)
     limits = (tokens, request.max_tokens_per_query or None, request.max_tokens_per_doc or None)
     return Truncation(
         max_tokens=tokens,
@@ -265,7 +266,29 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
         windows=long_documents == "window",
         window_overlap=request.window_overlap,
         refuse=refuse and any(limit is not None for limit in limits),
+        words=words,
     )
+
+
+def truncation_words(request: msgspec.Struct | None = None) -> TruncationWords:
+    """The names that errors have for the fields of a request."""
+    return TruncationWords(
+        _truncation_field(request)[0], "truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc"
+    )
+
+
+def _truncation_field(request: msgspec.Struct | None) -> tuple[str, str]:
+    """The field of a request with the value that lets long texts be truncated, and that refuses them.
+    None has text-embeddings-inference's."""
+    used = {"truncate"} if request is None else {*request.__struct_fields__}
+    if isinstance(request, RequestBody):
+        used -= request.unused_fields()
+    if "long_documents" in used:
+        return 'long_documents "truncate"', 'long_documents "error"'
+    if hasattr(request, "TRUNCATES"):
+        return 'truncate "END"', 'truncate "NONE"'
+    name = "truncation" if "truncation" in used else "truncate"
+    return f"{name} true", f"{name} false"
 
 
 def tei_truncation(
@@ -278,6 +301,7 @@ def tei_truncation(
         max_tokens=-1 if truncates else None,
         side="left" if side == "left" else "right" if side else None,
         windows=truncate is None and default == "window" and may_window,
+        words=truncation_words(),
     )
 
 
@@ -648,25 +672,28 @@ def field_warnings_of(unread: Collection[UnreadField]) -> tuple[str, ...]:
     return (*named, "more fields are not read here") if len(unread) > _MOST_NAMED else tuple(named)
 
 
-def warnings_of(truncated: int, about_fields: tuple[str, ...], request: object = None) -> Warnings:
-    """All warnings of an answer; `truncated` counts the inputs that were truncated. With the `request`, the
-    warning names the limits that it sets."""
+def warnings_of(
+    truncated: int, about_fields: tuple[str, ...], request: msgspec.Struct | None = None
+) -> Warnings:
+    """All warnings of an answer; `truncated` counts the inputs that were truncated. The
+    warning names the limits that the `request` sets, and the field that refuses long texts."""
     warnings = [*about_fields, *([_truncation_warning(truncated, request)] if truncated else [])]
     return warnings or msgspec.UNSET
 
 
-def _truncation_warning(truncated: int, request: object) -> str:
+def _truncation_warning(truncated: int, request: msgspec.Struct | None) -> str:
     were = "input was" if truncated == 1 else "inputs were"
+    refusing = _truncation_field(request)[1]
     given = ((name, getattr(request, name, None)) for name in _LIMITS)
     limits = [f"{name} ({value})" for name, value in given if value is not None and value > 0]
     if limits:
         return (
             f"{truncated} {were} longer than this request's {' or '.join(limits)}, or than the model reads, "
-            'and truncated; raise the limit, send shorter texts, or refuse them with long_documents "error"'
+            f"and truncated; raise the limit, send shorter texts, or refuse them with {refusing}"
         )
     return (
         f"{truncated} {were} longer than the model reads and truncated; send shorter texts, or refuse "
-        'them with long_documents "error"'
+        f"them with {refusing}"
     )
 
 

@@ -129,6 +129,16 @@ class Values:
         return Values(self.values, self.errors, spent)
 
 
+@dataclass(frozen=True, slots=True)
+class TruncationWords:
+    """The names that errors have for a caller's options. `allow` is the one that lets texts be truncated."""
+
+    allow: str = 'truncation="cut"'
+    max_tokens: str = "max_tokens"
+    max_query_tokens: str = "max_query_tokens"
+    max_document_tokens: str = "max_document_tokens"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
     """The policy for inputs that are too long for the model. Lengths that the checkpoint itself sets for
@@ -141,7 +151,7 @@ class Truncation:
 
     With `windows` a longer document is read through windows of as many tokens as fit, which overlap by
     `window_overlap` tokens (None: the engine's setting). Its score is the best window's, or MaxSim over the
-    tokens of all windows.
+    tokens of all windows. Errors name options by `words`.
     """
 
     max_tokens: int | None = None
@@ -151,6 +161,7 @@ class Truncation:
     windows: bool = False
     window_overlap: int | None = None
     refuse: bool = False
+    words: TruncationWords = field(default=TruncationWords(), compare=False, repr=False)
 
 
 REFUSE_LONG = Truncation()

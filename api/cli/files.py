@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +32,7 @@ from maxsimd.engine.errors import MaxsimdError
 if TYPE_CHECKING:
     from maxsimd.engine import Engine
     from maxsimd.engine.media import Content, PdfPage, PictureAt
+    from maxsimd.engine.requests import LongInputPolicy, Truncation
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -58,13 +59,13 @@ _LOADING_SECONDS = 3
 # The exit status of a program that Ctrl-C has ended.
 INTERRUPTED = 130
 # The engine's names for what is done with long documents.
-TRUNCATION = {"truncate": "cut", "window": "window", "error": "error"}
+_TRUNCATION: "dict[str, LongInputPolicy]" = {"truncate": "cut", "window": "window", "error": "error"}
 
 # Options of several commands.
 normalize_option = click.option("--normalize", is_flag=True, help="Return scores from 0 to 1")
 long_documents_option = click.option(
     "--long-documents",
-    type=click.Choice(list(TRUNCATION)),
+    type=click.Choice(list(_TRUNCATION)),
     metavar="ACTION",
     default="truncate",
     show_default=True,
@@ -76,6 +77,14 @@ field_option = click.option(
     metavar="NAME",
     help="Field or column with the text; repeatable",
 )
+
+
+def truncation_of(long_documents: str) -> "Truncation":
+    """The engine's option of `--long-documents`, which errors name."""
+    from maxsimd.engine.requests import TruncationWords, as_truncation  # late: loads torch
+
+    words = TruncationWords("--long-documents truncate")
+    return replace(as_truncation(_TRUNCATION[long_documents]), words=words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import click
 from maxsimd.api.cli.files import (
     INTERRUPTED,
     KINDS,
-    TRUNCATION,
     Interrupted,
     Progress,
     Record,
@@ -30,6 +29,7 @@ from maxsimd.api.cli.files import (
     read_records,
     run,
     started,
+    truncation_of,
 )
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
@@ -197,7 +197,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     records = _records(values)
     progress.total = len(records)
     progress.note(f"Loading {shown_name(config.model)} for {len(records):,} documents ...")
-    options = {"normalize": values["normalize"], "truncation": TRUNCATION[values["long_documents"]]}
+    options = {"normalize": values["normalize"], "truncation": truncation_of(values["long_documents"])}
     path = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
     parts = [repr(config), values["query"], repr(sorted(options.items()))]
     journal = Journal(path, digest_of([*parts, *(each.identity for each in records)]), resume)

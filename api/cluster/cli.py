@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from maxsimd.api.cli.files import INTERRUPTED, TRUNCATION, Progress, long_documents_option, normalize_option
+from maxsimd.api.cli.files import (
+    INTERRUPTED,
+    Progress,
+    long_documents_option,
+    normalize_option,
+    truncation_of,
+)
 from maxsimd.api.cluster.config import (
     ONE_PROCESS,
     RAYS_OWN,
@@ -95,7 +101,7 @@ def score(source: Path, out: Path, **values: Any) -> None:
     progress.note(f"reading {source}")
     if out.resolve().is_relative_to(source.resolve()):
         raise click.UsageError("OUT must not be inside of IN")
-    options = {"normalize": values["normalize"], "truncation": TRUNCATION[values["long_documents"]]}
+    options = {"normalize": values["normalize"], "truncation": truncation_of(values["long_documents"])}
     try:
         work = Work(config, Files.of(source), values["query"], options, values["batch_size"])
         shards = work.shards()

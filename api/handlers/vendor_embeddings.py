@@ -3,7 +3,7 @@ resemble."""
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from maxsimd.api.reading import (
     check_count,
     check_token_ids,
     pictures_of,
+    truncation_words,
     warnings_of,
     with_request_field_names,
 )
@@ -93,9 +94,14 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     output_dimension: Annotated[
         Positive | None, about("Length of the vectors. Default: the model's.", 128)
     ] = None
+    TRUNCATES: ClassVar = ("START", "END")
     truncate: Annotated[
         Literal["NONE", "START", "END"] | None,
-        about("Side of long texts that loses tokens; NONE refuses them. Default: END.", "END"),
+        about(
+            "Side of long texts that loses tokens; NONE refuses them. Default: as the server and the "
+            "tokenizer are set.",
+            "END",
+        ),
     ] = None
 
 
@@ -242,7 +248,11 @@ def _cohere_truncation(request: CohereEmbedRequest, refuses: bool) -> Truncation
     """The end at which long texts are truncated. By default the server `refuses` long texts, or truncates."""
     truncates = not refuses if request.truncate is None else request.truncate != "NONE"
     sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
-    return Truncation(max_tokens=-1 if truncates else None, side=sides.get(request.truncate))
+    return Truncation(
+        max_tokens=-1 if truncates else None,
+        side=sides.get(request.truncate),
+        words=truncation_words(request),
+    )
 
 
 def _cohere_field(request: CohereEmbedRequest) -> str:
@@ -276,7 +286,7 @@ async def ollama_embed(state: ServerState, body: OllamaEmbedRequest, inputs: Inp
     result = await state.engine.embed(
         inputs,
         dimensions=dimensions,
-        truncation=Truncation(max_tokens=-1 if truncates else None),
+        truncation=Truncation(max_tokens=-1 if truncates else None, words=truncation_words(body)),
         tenant=tenant,
     )
     warnings, timings = warnings_of(result.truncated, state.field_warnings, body), result.timings
@@ -305,7 +315,7 @@ async def multimodal_embeddings(
             inputs,
             input_type=input_type_of(body.input_type),
             dimensions=body.output_dimension,
-            truncation=Truncation(max_tokens=-1 if truncates else None),
+            truncation=Truncation(max_tokens=-1 if truncates else None, words=truncation_words(body)),
             tenant=tenant,
         )
     warnings, model = warnings_of(result.truncated, state.field_warnings, body), state.model_name

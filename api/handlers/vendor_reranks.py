@@ -2,7 +2,7 @@
 for documents without a score. Infinity's routes have a base URL of their own, /infinity, because requests to
 its /rerank do not say whose they are. Its other paths answer there as they do without it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -31,7 +31,7 @@ from maxsimd.api.handlers.rerank import (
 )
 from maxsimd.api.handlers.route import Group, Shown, get, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import as_items, check_count, warnings_of
+from maxsimd.api.reading import as_items, check_count, truncation_words, warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import (
     DOCUMENTS,
@@ -107,6 +107,7 @@ class NvidiaRequest(Scoring, kw_only=True):
     query: Query
     passages: Annotated[Contents, about("Documents.", [{"text": text} for text in DOCUMENTS])]
     top_k: TopN = None
+    TRUNCATES: ClassVar = ("END",)
     truncate: Annotated[
         Literal["NONE", "END"] | None,
         about("Truncate long texts at the end; NONE refuses them. Default: as the server is set.", "END"),
@@ -235,7 +236,9 @@ async def nvidia(state: ServerState, body: NvidiaRequest, texts: ToRank, tenant:
         body.raw_scores = True
     truncation = None
     if body.truncate is not None:
-        truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
+        truncation = Truncation(
+            max_tokens=-1 if body.truncate == "END" else None, words=truncation_words(body)
+        )
 
     def build(result: RerankResult, model: str, warnings: Warnings) -> NvidiaResponse:
         rankings = [NvidiaRanked(one.index, one.score) for one in result.results]

@@ -13,7 +13,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.pages import PageBuilder
-from maxsimd.engine.processors.text.builder import FittedText, InputName, LongInputs, Room, no_room, too_long
+from maxsimd.engine.processors.text.builder import FittedText, InputName, LongInputs, Room
 from maxsimd.engine.processors.text.tokenization import (
     PART_TEXTS,
     SHORTEST_TEXT,
@@ -119,7 +119,7 @@ class TokenizerPairBuilder(PairBuilder):
             windows = long_inputs.windows(document, self._beside(len(query), long_inputs), name)
             return [self._template.join(query, window.tokens) for window in windows], False
         if not long_inputs.may_truncate:
-            raise too_long(name, len(query) + len(document) + special_tokens, long_inputs.limit)
+            raise long_inputs.too_long(name, len(query) + len(document) + special_tokens, long_inputs.limit)
         first, second = self._truncated_lengths(len(query), len(document), room, name)
         side = long_inputs.side
         return [self._template.join(truncate(query, first, side), truncate(document, second, side))], True
@@ -316,20 +316,19 @@ class TemplatePairBuilder(PairBuilder):
         prefix = _NO_TOKENS if around is None else around
         limit = long_inputs.limit - len(self._trailing)
         if limit < 1:
-            raise no_room(long_inputs.limit, len(self._trailing))
+            raise long_inputs.no_room(len(self._trailing))
         names = [name] * len(segments)
         ids = np.concatenate(
             self._tokenizer.encode(segments, "documents", limit + 1, long_inputs.side, names)
         )
         if len(ids) > limit:
             if long_inputs.uses_windows:
-                raise InvalidRequestError(
-                    f"{name} is too long and cannot be read through windows: this model's template may "
-                    'change documents; shorten it, or send long_documents "truncate"',
-                    "long_documents",
+                raise name.error(
+                    "is too long and cannot be read through windows: this model's template may "
+                    f"change documents; shorten it, or let it be truncated ({long_inputs.words.allow})",
                 )
             if not long_inputs.may_truncate:
-                raise too_long(name, len(ids), long_inputs.limit)
+                raise long_inputs.too_long(name, len(ids), long_inputs.limit)
             ids, is_truncated = truncate(ids, limit, long_inputs.side).copy(), True
             end = self._end(query.instruction)[-limit:] if self._template.restores_end else _NO_TOKENS
             ids[limit - len(end) :] = end

@@ -83,6 +83,7 @@ class LongInputs:
         self.max_document_tokens = truncation.max_document_tokens
         self._most_tokens = most_tokens
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
+        self.words = truncation.words
         self.limit = _limit(truncation, longest)
         # The end at which texts are truncated.
         self.side: Side = own_side if truncation.side is None else truncation.side
@@ -137,11 +138,23 @@ class LongInputs:
 
     def _check_own_limit(self, length: int, max_tokens: int, name: InputName) -> None:
         if self._truncation.refuse and length > max_tokens:
-            limit = "max_tokens_per_query" if name.param == "queries" else "max_tokens_per_doc"
+            is_query = name.param == "queries"
+            limit = self.words.max_query_tokens if is_query else self.words.max_document_tokens
             raise name.error(
                 f"has more than {max_tokens} tokens, and the request refuses longer texts; shorten "
-                f"it, raise {limit}, or let it be truncated"
+                f"it, raise {limit}, or let it be truncated ({self.words.allow})"
             )
+
+    def too_long(self, name: InputName, length: int, limit: int) -> InvalidRequestError:
+        return name.error(
+            f"has {length} tokens, but at most {limit} can be run; shorten it, or let it be truncated "
+            f"({self.words.allow})"
+        )
+
+    def no_room(self, special_tokens: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{self.limit} tokens leave no room beside {special_tokens} special tokens", self.words.max_tokens
+        )
 
     def truncate_to_room(
         self,
@@ -163,7 +176,7 @@ class LongInputs:
             length = min(meant, max_tokens)
         if length > room.tokens:
             if not self.may_truncate:
-                raise too_long(name, len(text) + room.others, room.tokens + room.others)
+                raise self.too_long(name, len(text) + room.others, room.tokens + room.others)
             if room.tokens < 1:
                 raise InvalidRequestError(
                     f"{room.others} tokens stand around {name} and leave no room for it; shorten the query",
@@ -225,9 +238,9 @@ def _limit(truncation: Truncation, longest: int) -> int:
         return longest
     if wanted > longest:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens is {wanted}, more than the {longest} tokens that this model takes; ask "
-            "for less, or for -1",
-            "truncate_prompt_tokens",
+            f"{truncation.words.max_tokens} is {wanted}, more than the {longest} tokens that this model "
+            "takes; ask for less, or for -1",
+            truncation.words.max_tokens,
         )
     return wanted
 
@@ -241,19 +254,6 @@ def check_tokens(tokens: int, most: int | None) -> None:
             f"this request has more than the {most} tokens that one may have; send it in parts, let texts be "
             "truncated, or raise max_request_tokens"
         )
-
-
-def too_long(name: InputName, length: int, limit: int) -> InvalidRequestError:
-    return name.error(
-        f"has {length} tokens, but at most {limit} can be run; shorten it, or let it be "
-        "truncated with truncate_prompt_tokens (-1 truncates to the maximum)"
-    )
-
-
-def no_room(limit: int, special_tokens: int) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{limit} tokens leave no room beside {special_tokens} special tokens", "truncate_prompt_tokens"
-    )
 
 
 _NONE = np.empty(0, dtype=np.int32)
@@ -301,7 +301,7 @@ class TextBuilder:
         self.prompt_length = len(tokenizer.encode([self._before], param)[0]) if self._before else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
-            raise no_room(long_inputs.limit, special_tokens)
+            raise long_inputs.no_room(special_tokens)
 
     def encode(self, texts: Sequence[str], indices: Iterable[int] | None = None) -> list[TokenIds]:
         """Returns token ids of each text behind the role's prompt, as many as `build` needs. `indices` are

@@ -97,6 +97,10 @@ async def test_usage_counts_tokens_and_those_in_the_cache(caller: Caller) -> Non
         assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
 
 
+def _multimodal(text: str) -> Any:
+    return {"inputs": [{"content": [{"type": "text", "text": text}]}]}
+
+
 async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
     refuse = {"long_documents": "error"}
     for path, body, strict in (
@@ -104,6 +108,10 @@ async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
         ("/v1/embeddings", lambda text: {"input": text}, refuse),
         ("/v2/embed", lambda text: {"texts": [text]}, {"truncate": "NONE"}),
         ("/rerank", lambda text: {"query": "q", "texts": [text]}, {"truncate": False}),
+        ("/embed", lambda text: {"inputs": text}, {"truncate": False}),
+        ("/api/embed", lambda text: {"input": text}, {"truncate": False}),
+        ("/v1/multimodalembeddings", _multimodal, {"truncation": False}),
+        ("/v1/ranking", lambda text: {"query": "q", "passages": [{"text": text}]}, refuse),
     ):
         fits, too_long = body("word " * 254), body("word " * 255)
         fitting = await caller.post(path, fits | strict)
@@ -115,7 +123,12 @@ async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
         answer = json.loads(cut.body)
         if isinstance(answer, dict):
             assert answer["warnings"] == [cut.headers["x-maxsimd-warnings"]]
-        await caller.refused(path, too_long | strict, 400, says="257 tokens, but at most 256 can be run")
+        error = await caller.refused(
+            path, too_long | strict, 400, says="257 tokens, but at most 256 can be run"
+        )
+        (name,) = strict
+        assert f"refuse them with {name} " in cut.headers["x-maxsimd-warnings"]
+        assert f"let it be truncated ({name} " in error["message"]
     for path, body, name, value, cut_field in (
         ("/rerank", {"query": "q", "documents": ["two words"]}, "max_tokens_per_doc", 1, "documents"),
         ("/score", {"queries": "two words", "documents": ["d"]}, "max_tokens_per_query", 1, "queries"),

@@ -493,9 +493,9 @@ def test_pairs_have_the_tokens_of_what_is_written(template: ScoreTemplate) -> No
     assert tokens_of(found) == expected
     with refused("documents", r"^documents\[0\] has [0-9]+ tokens, but at most 5 can be run"):
         score(["w1"], ["w7 w8 w9 w10"], pairs=PairRules(template=template), max_tokens=5)
-    with refused("long_documents", "cannot be read through windows"):
+    with refused("documents", "cannot be read through windows"):
         score(["w1"], ["w7 w8 w9 w10"], WINDOW_LONG, pairs=PairRules(template=template), max_tokens=5)
     ended = PairRules(template=replace(template, trailing_ids=(small.A, small.B)))
     for most in (1, 2):
-        with refused("truncate_prompt_tokens", f"^{most} tokens leave no room beside 2 special tokens"):
+        with refused("max_tokens", f"^{most} tokens leave no room beside 2 special tokens"):
             score(["w1"], ["w7 w8 w9 w10"], Truncation(max_tokens=most), pairs=ended)

@@ -101,10 +101,10 @@ def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
         left = embed(made, [words(9), "w0", words(20)], Truncation(max_tokens=-1, side="left"))
         assert tokens_of(left) == [[CLS, *ids(8, 1), SEP], [CLS, *ids(1), SEP], [CLS, *ids(8, 12), SEP]]
         assert left.truncated == 2
-        with refused("truncate_prompt_tokens", "is 11, more than the 10 tokens"):
+        with refused("max_tokens", "is 11, more than the 10 tokens"):
             embed(made, ["a"], Truncation(max_tokens=11))
         assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
-        with refused("truncate_prompt_tokens", r"^2 tokens leave no room beside 2 special tokens$"):
+        with refused("max_tokens", r"^2 tokens leave no room beside 2 special tokens$"):
             embed(made, [words(5)], Truncation(max_tokens=2))
     rules = RoleRules(max_tokens=6)
     assert one(rules, words(4)) == ([CLS, *ids(4), SEP], None, 6, 0)
