@@ -1,6 +1,7 @@
 """Answers of handlers: a status, headers and a body, whole or line by line. Errors have one shape, and a
 status for each class."""
 
+import functools
 import gzip
 import math
 import re
@@ -83,7 +84,7 @@ class Answer:
         if "Content-Encoding" not in self.headers or _TAKES_GZIP.search(accept_encoding):
             return self
         headers = {name: value for name, value in self.headers.items() if name != "Content-Encoding"}
-        return replace(self, headers=headers, body=gzip.decompress(self.body))
+        return replace(self, headers=headers, body=_decompressed(self.body))
 
     def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
         """Returns the answer with the headers that every answer has and with `more`."""
@@ -96,6 +97,12 @@ class Answer:
         if "Vary" in self.headers and "Vary" in more:
             more = {**more, "Vary": f"{self.headers['Vary']}, {more['Vary']}"}
         return replace(self, headers={**always, **self.headers, **own, **more})
+
+
+@functools.lru_cache(maxsize=4)
+def _decompressed(page: bytes) -> bytes:
+    """A page as it is without compression. That takes milliseconds, and nobody needs a key for pages."""
+    return gzip.decompress(page)
 
 
 async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0) -> Answer:

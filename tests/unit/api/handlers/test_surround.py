@@ -187,7 +187,9 @@ async def test_pages_of_named_origins_alone_may_read_answers(engine: RecordingEn
             *exposed
         }
         assert answer.headers["Vary"] == "Origin"
-    assert (await caller.ask("GET", "/docs")).headers["Vary"] == "Accept-Encoding, Origin"
+    page = await caller.ask("GET", "/docs")
+    assert page.headers["Vary"] == "Accept-Encoding, Origin"
+    assert (await caller.ask("HEAD", "/docs")).body is page.body, "decompressed once"
     for origin in ("https://else.example", "http://here.example", "null", ""):
         other = await caller.ask("POST", "/nope", b"", {"origin": origin})
         assert "Access-Control-Allow-Origin" not in other.headers, origin
