@@ -346,6 +346,7 @@ PUBLISHED = _known(
     "pooling temperature head_type head_multi scale_emb scale_depth start_layer layer_wise layer_sep "
     "conv_zero_padding task_names",
     "logn_attention_clip1 unpad_inputs use_memory_efficient_attention emb_pooler model_max_length "
+    "load_trained_adapters lora_rank lora_alpha lora_dropout_p lora_main_params_trainable "
     "add_pooling_layer dense_seq_output fused_bias_fc fused_dropout_add_ln max_trained_positions moe_impl "
     "moe_resid_pdrop use_xentropy dim_model_base matryoshka_dimensions output_past "
     "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
@@ -429,7 +430,8 @@ def _files_with_known_keys(
             if isinstance(said := _read(folder / root / name), dict):
                 yield _joined(root, name), said, known
         config = None if is_gguf else _read(folder / root / "config.json")
-        if isinstance(config, dict) and "model_type" in config:
+        # jina-reranker-v2's has no type, and is read by its other keys.
+        if isinstance(config, dict) and not {"model_type", "architectures"}.isdisjoint(config):
             known_of_config = known_keys_of(config, trust_remote_code)
             if known_of_config is not None:
                 yield _joined(root, "config.json"), config, known_of_config
@@ -506,8 +508,8 @@ def declared_keys(kind: Any) -> Known:
     except Exception:  # it has no defaults, or needs another package
         written = {}
     names = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map} | written.keys()
-    names.discard("chunk_size_feed_forward")
     names |= inspect.signature(kind.__init__).parameters.keys() - {"self", "args", "kwargs"}
+    names.discard("chunk_size_feed_forward")
     inner = {
         name: COMMON | declared_keys(part)
         for name, part in kind.sub_configs.items()

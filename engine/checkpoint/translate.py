@@ -250,7 +250,8 @@ def flash_xlm_roberta(config: Config) -> Config:
     } | config
     if config["hidden_act"] in ("gelu_new", "gelu_fast"):  # which that code computes alike
         config["hidden_act"] = "gelu_pytorch_tanh"
-    _require(config, {"pad_vocab_size_multiple": 1, "position_embedding_type": "absolute"})
+    only = {"pad_vocab_size_multiple": 1, "position_embedding_type": "absolute", "lora_adaptations": None}
+    _require(config, only)
     if config["hidden_act"] != "gelu_pytorch_tanh":
         _require(config, {"hidden_act": "gelu"})
     return config | {"model_type": XLMRobertaFlashConfig.model_type}

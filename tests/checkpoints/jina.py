@@ -23,6 +23,7 @@ def reranker_v2(folder: Path) -> str:
         "label2id": {"LABEL_0": 0}, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
         "output_past": True, "pad_token_id": 1, "position_embedding_type": "absolute", "type_vocab_size": 1,
         "use_cache": False, "use_flash_attn": True, "vocab_size": xlm_roberta(folder),
+        "lora_adaptations": None, "lora_alpha": 1, "lora_rank": 4, "load_trained_adapters": False,
     }  # fmt: skip
     random, hidden, inner = RandomTensors(7), config["hidden_size"], config["intermediate_size"]
     named = {

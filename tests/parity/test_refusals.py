@@ -120,6 +120,7 @@ _CODE_OF_ITS_OWN: list[Case] = [
         (jina.reranker_v2, "position_embedding_type", "relative", ""),
         (jina.reranker_v2, "pad_vocab_size_multiple", 64, ""),
         (jina.reranker_v2, "hidden_act", "relu", ""),
+        (jina.reranker_v2, "lora_adaptations", ["a"], ""),
         (jina.embeddings_v2, "feed_forward_type", "original", ""),
         (jina.embeddings_v2, "is_decoder", True, ""),
         (nomic.v2_moe, "moe_normalize_expert_weights", True, ""),
@@ -540,6 +541,8 @@ _SETTINGS: list[Case] = [
              'position_embedding_type to "rel'),
             (bi_encoders.gte, settings("sentence_bert*", tokenizer_name_or_path="a"), "tokenizer_name_or"),
             (late_interaction.stanford, settings("artifact.metadata", similarity="l2"), 'similarity to "l2"'),
+            *((build, settings(chunk_size_feed_forward=4), "chunk_size_feed_forward to 4")
+              for build in (jina.reranker_v2, cross_encoders.electra)),
         )
     ],
 ]  # fmt: skip
