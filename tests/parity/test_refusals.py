@@ -720,7 +720,10 @@ def test_wide_mt5_with_other_answers_is_refused(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("build", "edit", "options", "message"),
     [
-        (t5.monot5, None, {"dtype": "float16"}, r"leave the range of float16.*use bfloat16 or float32"),
+        *(
+            (build, None, {"dtype": "float16"}, r"leave the range of float16.*use bfloat16 or float32")
+            for build in (t5.monot5, bi_encoders.embeddinggemma)
+        ),
         (sparse_encoders.splade, None, {"cache_precision": "int8"}, "would round the ids of words"),
         (
             cross_encoders.qwen3_in_chat,

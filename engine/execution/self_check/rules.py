@@ -10,8 +10,8 @@ from maxsimd.engine.models.lfm2 import short_convolutions_of
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 # Kinds of rotary positions whose frequencies depend on the longest sequence of a pass.
 _BY_LENGTH = frozenset({"longrope", "dynamic"})
-# Trained in bfloat16, whose range is that of float32.
-_BEYOND_FLOAT16 = frozenset({"t5", "mt5", "umt5", "longt5"})
+# Trained in bfloat16, whose range is that of float32; EmbeddingGemma's card says so of a Gemma 3.
+_BEYOND_FLOAT16 = frozenset({"t5", "mt5", "umt5", "longt5", "gemma3", "gemma3_text"})
 # Random texts reach beyond windows up to this many tokens.
 LONGEST_WINDOW = 1024
 _ORIGINAL = "original_max_position_embeddings"
@@ -19,8 +19,9 @@ _ORIGINAL = "original_max_position_embeddings"
 
 def why_not_float16(model: LoadedModel) -> str | None:
     """The reason why a model cannot run in float16, or None."""
-    if getattr(_config(model), "model_type", None) in _BEYOND_FLOAT16:
-        return "the states of T5 leave the range of float16 (65504) on real texts; use bfloat16 or float32"
+    kind = getattr(_config(model), "model_type", None)
+    if kind in _BEYOND_FLOAT16:
+        return f"the states of a {kind} leave the range of float16 (65504); use bfloat16 or float32"
     return None
 
 
