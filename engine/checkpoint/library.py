@@ -271,6 +271,12 @@ def _load_parts(
                 return load_language_model(name, path, files, template, with_pillow)
         return load_cross_encoder(path, files, template, options)
     if score_type is ScoreType.SPARSE and weighs_words(files):
+        if not files.modules and find_file(path, "idf.json", config.revision) is not None:
+            log.warning(
+                "%s has an idf.json, which is not read: queries are read by the model, as documents are. If "
+                "they are to be looked up there, name a version with a Router in its modules.json",
+                config.model,
+            )
         return load_sparse_encoder(path, options)
     if is_visual(files):
         return load_retrieval(path, files.architecture, options)

@@ -18,7 +18,7 @@ from tests.checkpoints import bi_encoders, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references
-from tests.parity.changes import CPU, converted, removed
+from tests.parity.changes import CPU, converted, removed, written
 from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, SPARSE, Family
 from tests.parity.selection import families
@@ -148,6 +148,14 @@ async def test_pickles_are_not_read(bge_m3: str, changed: Changed, caplog: pytes
     rows = inspect_model(EngineConfig(model=changed(bi_encoders.bge_m3, converted, removed("*.pt"))))
     assert rows["kind"] == "bi-encoder"
     assert rows["more"] == "scored as sparse, hybrid or late-interaction too"
+
+
+async def test_a_table_of_queries_that_is_not_read_is_said(
+    changed: Changed, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = changed(sparse_encoders.plain, written("idf.json", "{}"))
+    load_model(EngineConfig(model=path, score_type="sparse"), CPU)
+    assert "idf.json, which is not read: queries are read by the model, as documents are" in caplog.text
 
 
 async def test_pooling_has_to_be_asked_for_one_of_several_embeddings(bge_m3: str) -> None:
