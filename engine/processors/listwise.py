@@ -95,6 +95,7 @@ class ListwiseProcessor(ScoreProcessor):
         num_blocks = []
         texts: list[_Text] = []
         truncated = 0
+        instruction = _without_markers(request.instruction or "", rules)
         for ranked in _lists(request) if found.new else ():
             query = reader.query(ranked.query, ranked.first)
             documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
@@ -103,7 +104,7 @@ class ListwiseProcessor(ScoreProcessor):
             before, start = len(blocks), 0
             for size in in_blocks([document.tokens for document in documents], query.tokens, rules):
                 block = [document.text for document in documents[start : start + size]]
-                blocks += _prompt_blocks(query.text, block, request.instruction, rules, self._tokenizer)
+                blocks += _prompt_blocks(query.text, block, instruction, rules, self._tokenizer)
                 start += size
             num_blocks.append(len(blocks) - before)
         sequences = [
@@ -202,7 +203,7 @@ def _lists(request: ScoreRequest) -> Iterator[_RankedList]:
 
 
 def _prompt_blocks(
-    query: str, documents: list[str], instruction: str | None, rules: ListwiseRules, tokenizer: TextTokenizer
+    query: str, documents: list[str], instruction: str, rules: ListwiseRules, tokenizer: TextTokenizer
 ) -> list[TokenIds]:
     """Returns the token ids of a block's prompt, or of its halves if it exceeds the context: `in_blocks`
     does not count the wording around documents."""
@@ -222,6 +223,15 @@ def _prompt_blocks(
         for part in (documents[:half], documents[half:])
         for block in _prompt_blocks(query, part, instruction, rules, tokenizer)
     ]
+
+
+def _without_markers(text: str, rules: ListwiseRules) -> str:
+    """Removes markers as the model's own code does. That may join the parts of another, which becomes a
+    space: a marker inside a text would shift the scores of the others."""
+    for found_becomes in ("", " "):
+        for marker in (rules.query_marker, rules.document_marker):
+            text = text.replace(marker, found_becomes)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +274,4 @@ class _TextReader:
     def _clean(self, text: str, ids: TokenIds, fitted: FittedText) -> _Text:
         if len(fitted.tokens) < len(ids):
             text = self._tokenizer.decode(fitted.tokens.tolist())
-        for marker in (self._rules.query_marker, self._rules.document_marker):
-            text = text.replace(marker, "")
-        return _Text(text, len(fitted.tokens), fitted.truncated)
+        return _Text(_without_markers(text, self._rules), len(fitted.tokens), fitted.truncated)

@@ -79,6 +79,14 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     assert instructed(default="w11") == [ids(1, 11)]
 
 
+@pytest.mark.parametrize("odd", ["[QUERY]", "[DOC[DOCUMENT]UMENT]", "[QUE[DOCUMENT]RY]", "[DOC[QUERY]UMENT]"])
+def test_no_text_and_no_instruction_brings_markers(odd: str) -> None:
+    for marked in (f"w1 {odd * 2}", odd[:4] * 3 + odd * 3 + odd[4:] * 3):
+        (sequence,) = score([f"w1 {marked}"], [f"w2 {marked}", "w3"], instruction=marked).sequences
+        assert sequence.tokens.pooled_positions is not None
+        assert len(sequence.tokens.pooled_positions) == 3
+
+
 def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     for truncation in (Truncation(), CUT_LONG):
         plan = score([words(7)], [document(11), document(10)], truncation)
