@@ -725,9 +725,14 @@ class DocumentStream(ABC):
                 await asyncio.wait({self._task}, timeout=rest)
             self._news.clear()
             self._looked = time.monotonic()
-            if self._task.done():
-                self._result = self._task.result()
-            if documents := await self._new_documents():
+            result = self._task.result() if self._task.done() else None
+            try:
+                documents = await self._new_documents()
+            except BaseException:
+                self._news.set()  # if this was cancelled, the next iteration yields them
+                raise
+            self._result = result
+            if documents:
                 return documents
         raise StopAsyncIteration
 
@@ -762,18 +767,20 @@ class ScoreStream(DocumentStream):
     async def _new_documents(self) -> list[RankedDocument]:
         if self._latest is None:
             return []
+        is_last = self._task is not None and self._task.done()
         plan, values = self._latest
         values = values.copy()  # more may arrive while a thread reads them
         scores = await run_in_thread_if_large(_num_values(plan, values), plan.scores, values)
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
-        self._given.update(new)
         explanations = await self._engine._explanations(plan, values, new)
-        if self._result is not None:
-            self._latest = None  # it holds all that was prepared
         texts = plan.request.documents
-        return await run_in_thread_if_large(
+        documents = await run_in_thread_if_large(
             len(new), lambda: [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
         )
+        self._given.update(new)
+        if is_last:
+            self._latest = None  # it holds all that was prepared
+        return documents
 
 
 def _num_values(plan: ScorePlan, values: Sequence[Value | None]) -> int:

@@ -109,6 +109,13 @@ async def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatc
             yield from super().__iter__()
             self[4] = rows[0]
 
-    stream = ScoreStream(Mock(_explanations=AsyncMock(return_value={})), ["q"], ["d"], SCORE_DEFAULTS)
+    engine = Mock(_explanations=AsyncMock(side_effect=[asyncio.CancelledError, {}, {}]))
+    stream = ScoreStream(engine, ["q"], ["d"], SCORE_DEFAULTS)
     stream._arrived(plan, Arriving(values))
-    assert len(await stream._new_documents()) == 9, "those that were there when it looked"
+    stream._task = asyncio.create_task(AsyncMock()())
+    await stream._task
+    with pytest.raises(asyncio.CancelledError):
+        await anext(stream)
+    assert len(await anext(stream)) == 9, "what a cancelled iteration did not yield comes with the next"
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
