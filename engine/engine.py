@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from types import TracebackType
@@ -697,8 +697,13 @@ class DocumentStream(ABC):
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._score_all(), name="maxsimd-stream")
-        self._task.add_done_callback(lambda task: self._news.set())
+        self._task.add_done_callback(self._ended)
         return self
+
+    def _ended(self, task: "asyncio.Task[ScoreResult]") -> None:
+        self._news.set()
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: perhaps nobody iterates any more
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -706,11 +711,7 @@ class DocumentStream(ABC):
         assert self._task is not None
         if not self._task.done():
             self._task.cancel()
-            # Nobody awaits its errors any more.
-            with suppress(asyncio.CancelledError, Exception):
-                await self._task
-        elif not self._task.cancelled():
-            self._task.exception()  # marks it as retrieved
+            await asyncio.wait({self._task})  # raises nothing of it, but the caller's own cancellation
 
     def __aiter__(self) -> Self:
         return self

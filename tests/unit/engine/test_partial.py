@@ -12,10 +12,11 @@ import pytest_asyncio
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, SyncEngine, Truncation, errors
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.engine import SCORE_DEFAULTS, ScoreStream
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors.processor import ProcessorContext, RequestIds, ScoreProcessor, UnscoredPlan
 from maxsimd.engine.processors.text.builder import LengthLimits
-from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.requests import ScoreRequest, ScoreResult
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
@@ -266,6 +267,28 @@ async def test_leaving_early_cancels_the_rest(source: Engine) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
     await until(lambda: source.stats().open_requests == 0 and running.scheduler.waiting_tokens == 0)
+
+
+async def test_a_caller_that_is_cancelled_as_it_leaves_is_told(source: Engine) -> None:
+    leaving = asyncio.Event()
+
+    class Slow(ScoreStream):
+        async def _score_all(self) -> ScoreResult:
+            try:
+                return await super()._score_all()
+            finally:
+                leaving.set()
+                await asyncio.sleep(0.1)
+
+    async def leave_early() -> None:
+        async with Slow(source, QUERY, MANY, SCORE_DEFAULTS):
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(leave_early())
+    await leaving.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_errors_are_raised_by_the_iteration(source: Engine) -> None:
