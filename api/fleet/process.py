@@ -5,13 +5,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
 import uvloop
 
-from maxsimd.api.config import ServerConfig, SetupError
+from maxsimd.api.config import SetupError
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.fleet_engine import FleetEngine, FrontView, check_limits
 from maxsimd.api.fleet.link import Door, UnixAddress
@@ -35,7 +35,7 @@ from maxsimd.api.process import (
 )
 from maxsimd.api.serve import run_server
 from maxsimd.api.state import DroppedEvents
-from maxsimd.engine import Engine, ModelLoadError
+from maxsimd.engine import Engine, ModelLoadError, Tenant
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices
 
@@ -62,14 +62,14 @@ def main() -> NoReturn:
 
 
 async def _front(setup: Setup, started: float) -> int:
-    try:
-        _check(setup.server_config, setup.engine_config.cache_by_tenant)
-    except SetupError as error:
-        log.error("%s", error)
-        return 1
     timeout, is_alone = setup.server_config.replica_timeout_seconds, len(setup.front_paths) == 1
     roster = Roster.of_paths(setup.engine_paths, timeout, is_alone)
     engine = FleetEngine(roster, caches_by_tenant=setup.engine_config.cache_by_tenant)
+    try:
+        _check(setup, engine)
+    except SetupError as error:
+        log.error("%s", error)
+        return 1
     others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
     view = FrontView(engine, lambda: setup.slot, lambda: others, setup.secret)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]
@@ -91,13 +91,16 @@ async def _connect(engine: FleetEngine, paths: Sequence[str]) -> None:
             await asyncio.wait_for(engine.start(), _CONNECTING_SECONDS)
 
 
-def _check(config: ServerConfig, caches_by_tenant: bool) -> None:
-    """Raises SetupError for what would keep a front from serving."""
-    ApiKeys(
-        config,
-        set_tenants=lambda tenants: check_limits(tenants, config.replicas),
-        must_be_named=caches_by_tenant,
-    )
+def _check(setup: Setup, engine: FleetEngine) -> None:
+    """Raises SetupError for what would keep a front from serving. The engine gets its tenants before it
+    connects: replicas that run would forget theirs."""
+    config = setup.server_config
+
+    def set_tenants(tenants: Mapping[str, Tenant]) -> None:
+        check_limits(tenants, config.replicas)
+        engine.set_tenants(tenants)
+
+    ApiKeys(config, set_tenants=set_tenants, must_be_named=engine.caches_by_tenant, secret=setup.secret)
     tls_context(config)
     max_connections(config.max_connections, raise_descriptor_limit())
     MediaSources(config)

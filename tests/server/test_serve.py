@@ -122,7 +122,7 @@ async def test_a_server_listens_until_drained(
 
 async def test_a_dead_engine_ends_it(caplog: pytest.LogCaptureFixture, bert_cross_encoder: str) -> None:
     async with serving(bert_cross_encoder, host="0.0.0.0") as server:
-        assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
+        assert "can use it; set --api-key or --api-key-file" in caplog.text
         server.engine._died("of old age", None)
         assert await asyncio.wait_for(server.status, 120) == 1
 

@@ -25,9 +25,10 @@ from prometheus_client import CollectorRegistry
 from maxsimd.api import process
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet import process as replica
+from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.supervisor import Setup, locked_folder, remove_left_folders
 from maxsimd.api.state import ServerMetrics
-from maxsimd.engine import EngineConfig
+from maxsimd.engine import EngineConfig, Tenant
 from tests.waiting import until, wait_for
 
 
@@ -40,6 +41,22 @@ async def test_a_dead_replica_ends_in_any_case(tmp_path: Path, monkeypatch: pyte
     setup = Setup(False, 0, (str(tmp_path / "0"),), (), (), EngineConfig(), ServerConfig(), b"")
     assert await replica._engine(setup, 0.0) == 1
     begin.assert_called_once_with(1)
+
+
+async def test_a_front_has_its_tenants_before_it_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(engine: FleetEngine, paths: object) -> None:
+        assert engine._roster.tenants == {"a": Tenant(weight=2)}
+        raise ConnectionError
+
+    monkeypatch.setattr(replica, "_connect", connect)
+    keys = tmp_path / "keys"
+    keys.write_text("one name=a weight=2")
+    server = ServerConfig(api_key_file=str(keys))
+    setup = Setup(True, 0, (), (str(tmp_path / "front"),), (), EngineConfig(), server, b"")
+    with pytest.raises(ConnectionError):
+        await replica._front(setup, 0.0)
 
 
 class Circle:
