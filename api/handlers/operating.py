@@ -17,8 +17,9 @@ from maxsimd.api.answer import (
     now,
     quoted,
     too_deep,
+    too_large,
 )
-from maxsimd.api.handlers.route import Body, Group, Route, Shown, Work, delete, get, read_body
+from maxsimd.api.handlers.route import LARGE_BODY, Body, Group, Route, Shown, Work, delete, get, read_body
 from maxsimd.api.models import DROPPED, LastModelError, SeveralModels, find_model, served_names
 from maxsimd.api.options import in_flags
 from maxsimd.api.reading import UnreadField, unread_fields
@@ -275,6 +276,8 @@ def changing(method: str, name: str) -> Work:
         assert models is not None
         with state.bodies.hold() as held:
             given = await read_body(state, body, held)
+        if len(given) > LARGE_BODY:
+            raise too_large("the body is too large; send none, because loading and dropping read no fields")
         state = state.warning_about(_fields_in(given), MODEL_PATH)
         is_load = method == "POST"
         answer = await (_load(state, models, name) if is_load else _drop(models, name))

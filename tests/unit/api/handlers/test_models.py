@@ -268,6 +268,7 @@ async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: En
         assert (await asking(method, "/v1/models/nope")).status == 404
         for unreadable in (b'{"\xff": 1}', b'{"a": %s}' % (b"[" * 9_999 + b"]" * 9_999)):
             assert (await asking(method, "/v1/models/nope", unreadable)).status == 400
+        assert (await asking(method, "/v1/models/nope", b"{}".ljust(100_000))).status == 413
     await asking.refused("/v1/models/broken", b"", 422)
     loaded, again = await asyncio.gather(*(asking("POST", f"/v1/models/{name}") for _ in range(2)))
     assert (loaded.status, again.status) == (200, 200)
