@@ -228,6 +228,10 @@ class SyncEngine:
         async def set_them() -> None:
             self._engine.set_tenants(tenants)
 
+        with self._handover:
+            if self._thread is None:  # not started yet, or closed
+                self._engine.set_tenants(tenants)
+                return
         self._wait(set_them())
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

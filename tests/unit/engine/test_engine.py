@@ -292,7 +292,11 @@ async def test_a_blocking_engine_has_every_method(
         engine.set_tenants({"a": Tenant(max_request_tokens=1)})
         with pytest.raises(errors.RequestTooLargeError, match="max_request_tokens of the tenant 'a' raised"):
             engine.score("q", "d", tenant="a")
-    with SyncEngine(EngineConfig(model=bert_cross_encoder)) as engine:
+    engine = SyncEngine(EngineConfig(model=bert_cross_encoder))
+    engine.set_tenants({"a": Tenant(max_request_tokens=1)})
+    with engine:
+        with pytest.raises(errors.RequestTooLargeError):
+            engine.score("q", "d", tenant="a")
         for _ in range(2):  # the second time, all scores are cached
             engine.rerank("what", texts)
             assert "300/300" in capsys.readouterr().err
