@@ -83,7 +83,7 @@ class ServerConfig:
         False, "Refuse requests with unknown fields instead of warning", group="server"
     )
     normalize_scores: bool = option(
-        False, "Return scores from 0 to 1, unless a request says otherwise", group="server"
+        False, "Return scores from 0 to 1 by default, from models whose scores have bounds", group="server"
     )
     max_connections: int | None = option(
         None,
@@ -112,7 +112,7 @@ class ServerConfig:
     )
     restart_on_failure: bool = option(
         False,
-        "Restart a failed engine in place; the fifth failure in ten minutes ends the server",
+        "Restart a failed engine, except after a GPU error; the fifth failure in ten minutes ends the server",
         group="server",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(

@@ -285,6 +285,8 @@ async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, start
         seconds = time.perf_counter() - started
         for name, facts in _served(engine).items():
             log.info("%s is ready after %.1f s: %s", name, seconds, facts.how_it_runs)
+            if door.state.config.normalize_scores and not facts.normalizes:
+                log.warning("--normalize-scores has no effect on %s: its scores have no bounds", name)
         saying = asyncio.create_task(_log_address(door))
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
         await _first_of(engine.until_dead(), stop.signaled())

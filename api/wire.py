@@ -201,7 +201,11 @@ class Scoring(Common, kw_only=True):
     ] = None
     explain: Annotated[
         bool | Literal["maps"] | None,
-        about("Explain each score; `maps` also for each patch of pictures. Default: false.", True),
+        about(
+            "Explain each score; `maps` also gives the similarity to each patch of a picture or token of a "
+            "text. Default: false.",
+            True,
+        ),
     ] = None
     stream: Annotated[
         bool | None, about("Send each result as a line of JSON once it is scored. Default: false.", False)

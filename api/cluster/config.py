@@ -32,7 +32,7 @@ class ClusterConfig:
         None, "Most scorers under load", group="processes", by_default="--replicas"
     )
     wanted_seconds: float = option(
-        2.0, "Wait above which scorers are added, up to --max-replicas", group="processes"
+        2.0, "Wait above which scorers are added, as above 70% load, up to --max-replicas", group="processes"
     )
     fronts: int = option(
         1, "Fronts: actors that read requests, distribute them and write answers", group="processes"

@@ -170,7 +170,7 @@ def model_card(state: ServerState, name: str) -> ModelCard:
         card,
         max_model_len=facts.max_tokens,
         score_type=facts.score_type.value,
-        score_scale=_scale(facts, normalize=state.config.normalize_scores),
+        score_scale=_scale(facts, normalize=state.config.normalize_scores and facts.normalizes),
         normalized_score_scale=_scale(facts, normalize=True),
         execution=facts.execution,
         device=facts.device,

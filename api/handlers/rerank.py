@@ -375,6 +375,11 @@ def _wants_activation(request: Scoring) -> bool:
     return not request.raw_scores if request.use_activation is None else request.use_activation
 
 
+def normalizes_by_default(state: ServerState) -> bool:
+    """Whether `--normalize-scores` applies: not to models whose scores have no bounds."""
+    return state.config.normalize_scores and state.engine.facts.normalizes
+
+
 def _wants_normalized(request: Scoring, default: bool) -> bool:
     """Whether scores are to be from 0 to 1. `default` holds for requests that mention neither this nor raw
     scores."""
@@ -398,7 +403,7 @@ def score_options(
     return {
         "truncation": truncation or truncation_of(body, state.config.long_documents),
         "use_activation": _wants_activation(body),
-        "normalize": _wants_normalized(body, state.config.normalize_scores),
+        "normalize": _wants_normalized(body, normalizes_by_default(state)),
         "instruction": _instruction_of(body),
         "cache": body.cache or "use",
         "priority": body.priority or 0,
@@ -434,7 +439,7 @@ def scale_of(state: ServerState, body: Scoring) -> ScoreScale:
     """The scale of the scores that a request gets."""
     scale = state.engine.facts.scales.of(
         use_activation=_wants_activation(body),
-        normalize=_wants_normalized(body, state.config.normalize_scores),
+        normalize=_wants_normalized(body, normalizes_by_default(state)),
     )
     return ScoreScale(scale.transform, scale.least, scale.most)
 

@@ -66,8 +66,8 @@ def _read(path: Path, root: Path, most_bytes: int) -> bytes:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise PictureError("is no regular file")
-        # A folder may have become a link since the check. Without /proc, this refuses.
-        opened = Path(f"/proc/self/fd/{descriptor}")
+        # A folder may have become a link since the check.
+        opened = _OPEN_FILES / str(descriptor)
         if not opened.resolve().is_relative_to(root):
             raise PictureError("is a file outside of the folder from which pictures are read")
         if about.st_size > most_bytes:
@@ -81,6 +81,8 @@ def _read(path: Path, root: Path, most_bytes: int) -> bytes:
 
 
 R = TypeVar("R")
+# A descriptor's link to the file that is open.
+_OPEN_FILES = Path("/proc/self/fd")
 _Files = dict[PictureUrl, PictureFile | MissingPicture]
 
 # For one request.
@@ -98,6 +100,10 @@ class MediaSources:
         self._folder = None if config.allowed_media_dir is None else Path(config.allowed_media_dir).absolute()
         if self._folder is not None and not self._folder.is_dir():
             raise SetupError(f"--allowed-media-dir {config.allowed_media_dir} is no folder; name one")
+        if self._folder is not None and not _OPEN_FILES.is_dir():
+            raise SetupError(
+                f"--allowed-media-dir needs {_OPEN_FILES}, which this system does not have; leave it out"
+            )
         self._fetcher = (
             _fetcher(config.allowed_media_host, self._limits) if config.allowed_media_host else None
         )

@@ -21,11 +21,12 @@ _KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name: auto, or one of torch's with or without a number; hip means AMD's GPUs, which
-    torch calls cuda. Raises ModelLoadError, with the available devices, for one that is unknown or does not
-    add two numbers."""
+    """The device of a name: auto, which is CUDA or the CPU, or one of torch's with or without a number; hip
+    means AMD's GPUs, which torch calls cuda. Raises ModelLoadError, with the available devices, for one that
+    is unknown or does not add two numbers."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        has_cuda = torch.cuda.is_available() and torch.version.hip is None
+        return torch.device("cuda" if has_cuda else "cpu")
     kind, colon, number = name.partition(":")
     if kind == "hip" and torch.version.hip is None:
         raise _refusal(name, "this build of torch is not for ROCm")

@@ -366,8 +366,8 @@ def check_late_chunking(request: EmbedRequest, pooling: str) -> None:
         )
     if request.truncation.max_tokens not in (None, -1):
         raise InvalidRequestError(
-            "late_chunking reads the whole document; leave out truncate_prompt_tokens",
-            "truncate_prompt_tokens",
+            f"late_chunking reads the whole document; leave out {request.truncation.words.max_tokens}",
+            request.truncation.words.max_tokens,
         )
 
 

@@ -1,9 +1,11 @@
 """Base classes of processors and plans, and what they share."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
+from itertools import accumulate
 from typing import ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -308,12 +310,13 @@ def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
     """Raises RequestTooLargeError if explanations could become too long.
 
     At most `explain` documents are explained, and `lines` has the lines of each document."""
-    most = sum(nlargest(explain, lines))
-    if most > MOST_EXPLAINED:
+    totals = [*accumulate(nlargest(explain, lines))]
+    if totals and totals[-1] > MOST_EXPLAINED:
+        possible = bisect_right(totals, MOST_EXPLAINED)
         raise RequestTooLargeError(
-            f"explain would give up to {most} matches, windows and tokens for {explain} results, and at most "
-            f"{MOST_EXPLAINED} are given; ask for fewer results (top_n of a ranking), send fewer documents, "
-            "or leave explain out"
+            f"explain would give up to {totals[-1]} matches, windows and tokens for {explain} results, and "
+            f"at most {MOST_EXPLAINED} are given; ask for at most {possible} results (top_n of a ranking), "
+            "send fewer documents, or leave explain out"
         )
 
 

@@ -92,6 +92,8 @@ def test_hip_is_what_torch_calls_cuda_in_its_builds_for_rocm(monkeypatch: pytest
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr("maxsimd.engine.execution.devices._usage_error", lambda device: None)
     assert devices.choose_device("hip:1") == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.choose_device("auto") == torch.device("cpu")
     assert not candidates(torch.device("cuda", 1), torch.bfloat16)
 
 

@@ -20,6 +20,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from maxsimd.api import media
 from maxsimd.api import serve as life
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
@@ -183,6 +184,11 @@ def test_all_addresses_of_ipv6_take_ipv4_too() -> None:
 )
 async def test_a_wrong_set_up_is_one_line(caplog: pytest.LogCaptureFixture, options: Any, line: str) -> None:
     assert (await _refusal(caplog, **options)).startswith(line)
+
+
+async def test_a_media_folder_needs_proc(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(media, "_OPEN_FILES", Path("/no/proc"))
+    assert "needs /no/proc" in await _refusal(caplog, allowed_media_dir="/")
 
 
 def _openssl(*arguments: str) -> None:

@@ -60,6 +60,7 @@ async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch:
     for name, value in (("normalize", True), ("dimensions", 4), ("input_type", "poem")):
         path = "/embed_sparse" if name == "input_type" else "/"
         await caller.refused(path, {"inputs": TEXTS, name: value}, 400, name)
+    await Caller(caller.engine, normalize_scores=True).json("/rerank", {"query": "a", "documents": TEXTS})
     monkeypatch.setattr(tei, "_BYTES_A_WORD", 1 << 40)
     await caller.refused("/embed_sparse", {"inputs": TEXTS}, 413, says="send fewer texts")
 
