@@ -349,6 +349,8 @@ class ServerState:
         self.logged_fields = LoggedFields()
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
+        # Bytes of one request, until it is answered.
+        self.held = HeldBytes(self.bodies)
         self._name: str | None = None
         self._name_in_path = ""
         self._notes = RequestNotes()
@@ -441,6 +443,12 @@ class ServerState:
         body's."""
         one = copy.copy(self)
         one._notes, one._name_in_path = notes, name_in_path
+        return one
+
+    def holding(self, held: HeldBytes) -> Self:
+        """Returns a state for a request that holds these bytes."""
+        one = copy.copy(self)
+        one.held = held
         return one
 
     def unread_name(self, name: str | None) -> tuple[UnreadField, ...]:

@@ -168,6 +168,7 @@ def _with_body(
         state.check_ready()
         with ExitStack() as until_answered:
             held = until_answered.enter_context(state.bodies.hold())
+            state = state.holding(held)
             whole = await read_body(state, body, held)
             request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
@@ -580,10 +581,9 @@ async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: st
         raise too_deep() from error
     state.check_model(request.model)
     state = state.warning_about(unread, path)
-    with state.bodies.hold() as held:
-        if state.reads_pictures:
-            found = await state.media.filled(found, held)
-        answer = await form.handler(state, request, found, tenant)
+    if state.reads_pictures:
+        found = await state.media.filled(found, state.held)
+    answer = await form.handler(state, request, found, tenant)
     return answer.with_field_warnings(state.field_warnings)
 
 

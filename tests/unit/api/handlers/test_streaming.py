@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import pytest_asyncio
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers import handle
+from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig
 from tests.engines import held_steps
 from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine
@@ -110,9 +112,9 @@ class _Sink:
         self.has_ended = True
 
 
-async def _ask(caller: Caller, sink: _Sink, body: dict[str, Any]) -> Answer:
+async def _ask(caller: Caller, sink: _Sink, body: dict[str, Any], path: str = "/rerank") -> Answer:
     pieces = Pieces([json.dumps(body | {"stream": True}).encode()])
-    return await handle(caller.state, "POST", "/rerank", {}, pieces, sink)
+    return await handle(caller.state, "POST", path, {}, pieces, sink)
 
 
 async def test_a_client_that_leaves_ends_the_work(engine: RecordingEngine) -> None:
@@ -142,11 +144,17 @@ async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -
     assert json.loads(sink.parts[0].splitlines()[0])["document"]
 
 
-async def test_lines_come_one_by_one_while_the_body_is_held(engine: RecordingEngine) -> None:
+@pytest.mark.parametrize("path", ["/rerank", "/invocations"])
+async def test_lines_come_one_by_one_while_the_body_and_its_files_are_held(
+    engine: RecordingEngine, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caller = Caller(engine)
     sink = _Sink(caller)
+    monkeypatch.setattr(ServerState, "reads_pictures", True)
+    fetched = AsyncMock(side_effect=lambda found, held: held.add(1_000_000) or found)
+    monkeypatch.setattr(caller.state.media, "filled", fetched)
     with held_steps(engine, after=2) as go_on:
-        asking = asyncio.create_task(_ask(caller, sink, RERANK))
+        asking = asyncio.create_task(_ask(caller, sink, RERANK, path))
         await until(lambda: bool(sink.parts))  # before all is scored
         go_on.set()
         assert (await asking).status == 200
@@ -154,5 +162,5 @@ async def test_lines_come_one_by_one_while_the_body_is_held(engine: RecordingEng
     assert sink.begun.headers["x-request-id"]
     assert sink.has_ended
     assert len(sink.parts) > 2
-    assert min(sink.held) > 0
+    assert min(sink.held) > 1_000_000 * fetched.call_count > 0
     assert caller.state.bodies.bytes == 0
