@@ -381,7 +381,7 @@ class GuardedDatabase:
         return self._attempt(self._writing, work)
 
     def clear(self) -> None:
-        """Drops all entries. If that fails, nothing is read until it has been done."""
+        """Drops all entries. If that fails, nothing is read until it has been done; `close` tries again."""
         self._must_clear = True
         self._reading.paused_until = self._writing.paused_until = 0.0
         self._attempt(self._writing, lambda connection: None)
@@ -393,6 +393,8 @@ class GuardedDatabase:
 
     def close(self) -> None:
         """Ends all use of the database."""
+        if self._must_clear and not self._closed:
+            self.clear()
         self._closed = True
         if self._database is not None:
             self._database.close()

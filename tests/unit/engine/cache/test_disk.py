@@ -195,6 +195,12 @@ def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, w
     assert disk.get(key(1)) is None
     disk.put([(key(2), entry(2))])
     assert numbers(disk) == [2]
+    with sql(folder) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        disk.clear()
+    disk.close()
+    with closing(DiskStore(folder, 4 * MIB)) as next_start:
+        assert numbers(next_start) == []
 
 
 def unchanged(path: Path) -> dict[str, bytes]:
