@@ -203,7 +203,7 @@ async def test_certain_refusals_come_before_stages(both: Engines, monkeypatch: p
         (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has "),
         ("a", [*TEXTS, LONG], _stages(TO_EMBED), {"truncation": "error"}, "documents[3] has 302 tokens"),
         ("a", ["a", LONG, LONG], _stages(TO_EMBED, 2), {"truncation": "error"}, "documents[1] has 302"),
-        ("a", TEXTS, _stages(TO_EMBED, 1), too_long, "truncate_prompt_tokens is 400, more than the 256"),
+        ("a", TEXTS, _stages(TO_EMBED, 1), too_long, "max_tokens is 400, more than the 256"),
         (VECTOR, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is an embedding, but this model"),
         ("a", ["a", VECTOR, VECTOR], _stages(TO_RERANK, 2), {}, "documents[1] is an embedding, but this"),
         (PAGE, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is a picture; this model reads only text"),
