@@ -18,6 +18,7 @@ from maxsimd.api.reading import (
     tei_truncation,
     truncation_of,
     warnings_of,
+    with_request_field_names,
 )
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import (
@@ -154,15 +155,16 @@ async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPa
     apply = parameters.function_to_apply
     headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
     check_labels(state, len(texts))
-    result = await state.engine.classify(
-        texts,
-        text_pairs=text_pairs,
-        truncation=tei_truncation(
-            body.truncate, body.truncation_direction, state.config.long_documents, may_window=False
-        ),
-        use_activation=not body.raw_scores and apply is None,
-        tenant=tenant,
-    )
+    with with_request_field_names(input="inputs", queries="inputs", documents="inputs"):
+        result = await state.engine.classify(
+            texts,
+            text_pairs=text_pairs,
+            truncation=tei_truncation(
+                body.truncate, body.truncation_direction, state.config.long_documents, may_window=False
+            ),
+            use_activation=not body.raw_scores and apply is None,
+            tenant=tenant,
+        )
 
     def build() -> Any:
         rows = _scores_of_logits(result.scores, apply)

@@ -1,6 +1,7 @@
 """The routes that only text-embeddings-inference has: vectors, similarities and decoding in its shapes, lists
 without a frame; and SageMaker's /invocations, where the fields of a request tell what it wants."""
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -59,7 +60,14 @@ from maxsimd.api.handlers.route import (
 )
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import Inputs, as_inputs, check_count, check_token_ids, tei_truncation
+from maxsimd.api.reading import (
+    Inputs,
+    as_inputs,
+    check_count,
+    check_token_ids,
+    tei_truncation,
+    with_request_field_names,
+)
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import (
     DOCUMENTS,
@@ -82,6 +90,7 @@ from maxsimd.engine.device.facts import ModelFacts
 
 # Bytes of a word in a sparse answer: an object and two numbers.
 _BYTES_A_WORD = 120
+_NUMBERED = re.compile(r"\binputs\[(\d+)\]")
 
 
 class TeiTruncating(RequestBody, kw_only=True):
@@ -180,14 +189,15 @@ async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: Inputs
     """A vector for each token."""
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     headers = TeiHeaders(state, inputs)
-    result = await state.engine.embed_tokens(
-        inputs,
-        prompt_name=body.prompt_name,
-        truncation=_truncation_of(state, body),
-        tenant=tenant,
-        max_tokens=most_vectors(state, None),
-        return_tokens=False,
-    )
+    with with_request_field_names(input="inputs"):
+        result = await state.engine.embed_tokens(
+            inputs,
+            prompt_name=body.prompt_name,
+            truncation=_truncation_of(state, body),
+            tenant=tenant,
+            max_tokens=most_vectors(state, None),
+            return_tokens=False,
+        )
     answer = await wire_answer(
         lambda: [encode_rows(matrix) for matrix in result.embeddings],
         sum(matrix.size for matrix in result.embeddings),
@@ -203,13 +213,14 @@ async def embed_sparse(
         raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     headers = TeiHeaders(state, inputs)
-    result = await state.engine.embed_sparse(
-        inputs,
-        input_type=input_type_of(body.input_type),
-        prompt_name=body.prompt_name,
-        truncation=_truncation_of(state, body),
-        tenant=tenant,
-    )
+    with with_request_field_names(input="inputs"):
+        result = await state.engine.embed_sparse(
+            inputs,
+            input_type=input_type_of(body.input_type),
+            prompt_name=body.prompt_name,
+            truncation=_truncation_of(state, body),
+            tenant=tenant,
+        )
 
     num_words = sum(len(vector.indices) for vector in result.embeddings)
     most = (state.config.max_bodies_mb << 20) // _BYTES_A_WORD
@@ -233,7 +244,10 @@ async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: Inpu
     """Cosines between one text and each of many."""
     options = body.parameters or TeiTruncating()
     headers = TeiHeaders(state, texts)
-    result = await _embedded(state, options, texts, tenant)
+    try:
+        result = await _embedded(state, options, texts, tenant)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(_NUMBERED.sub(_sentence_name, str(error)), error.param) from error
 
     def build() -> Any:
         rows = in_unit_length(result.embeddings.astype(np.float64))
@@ -241,6 +255,12 @@ async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: Inpu
 
     answer = await wire_answer(build, result.embeddings.size)
     return headers.added_to(answer, result)
+
+
+def _sentence_name(found: re.Match[str]) -> str:
+    """The place in the request of a text: the engine counts the one to compare first."""
+    place = int(found[1]) - 1
+    return f"inputs.sentences[{place}]" if place >= 0 else "inputs.source_sentence"
 
 
 async def decode(state: ServerState, body: TeiDecodeRequest) -> Answer:
@@ -259,13 +279,14 @@ async def _embedded(
     state: ServerState, options: TeiTruncating, inputs: Inputs, tenant: str, **more: Any
 ) -> EmbedResult:
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
-    return await state.engine.embed(
-        inputs,
-        prompt_name=options.prompt_name,
-        truncation=_truncation_of(state, options),
-        tenant=tenant,
-        **more,
-    )
+    with with_request_field_names(input="inputs"):
+        return await state.engine.embed(
+            inputs,
+            prompt_name=options.prompt_name,
+            truncation=_truncation_of(state, options),
+            tenant=tenant,
+            **more,
+        )
 
 
 def _id_lists(ids: list[int | list[int]], most: int) -> list[list[int]]:

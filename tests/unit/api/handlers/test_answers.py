@@ -109,6 +109,7 @@ async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
         ("/v2/embed", lambda text: {"texts": [text]}, {"truncate": "NONE"}),
         ("/rerank", lambda text: {"query": "q", "texts": [text]}, {"truncate": False}),
         ("/embed", lambda text: {"inputs": text}, {"truncate": False}),
+        ("/embed_all", lambda text: {"inputs": text}, {"truncate": False}),
         ("/api/embed", lambda text: {"input": text}, {"truncate": False}),
         ("/v1/multimodalembeddings", _multimodal, {"truncation": False}),
         ("/v1/ranking", lambda text: {"query": "q", "passages": [{"text": text}]}, refuse),
@@ -129,6 +130,8 @@ async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
         (name,) = strict
         assert f"refuse them with {name} " in cut.headers["x-maxsimd-warnings"]
         assert f"let it be truncated ({name} " in error["message"]
+        assert error["param"] in too_long
+        assert error["message"].startswith(error["param"])
     for path, body, name, value, cut_field in (
         ("/rerank", {"query": "q", "documents": ["two words"]}, "max_tokens_per_doc", 1, "documents"),
         ("/score", {"queries": "two words", "documents": ["d"]}, "max_tokens_per_query", 1, "queries"),

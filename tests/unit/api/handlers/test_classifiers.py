@@ -96,7 +96,10 @@ async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Cal
     long = "word " * 600
     assert len((await caller.json("/classify", {"input": long}))["warnings"]) == 1
     await caller.refused("/classify", {"input": long, "long_documents": "error"}, 400, "input")
-    await caller.refused("/predict", {"inputs": long, "truncate": False}, 400)
+    for inputs in (long, ["a", long], [long, "a"]):
+        await caller.refused(
+            "/predict", {"inputs": inputs, "truncate": False}, 400, "inputs", "inputs[0] has"
+        )
 
 
 async def test_pooling_classifies_where_the_models_scores_are_classes(caller: Caller) -> None:

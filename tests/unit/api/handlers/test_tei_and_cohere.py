@@ -38,6 +38,10 @@ async def test_vectors_and_similarities_are_bare_lists(caller: Caller, engine: R
         first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
         cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
         assert answer == pytest.approx(cosines, abs=1e-5)
+        options = {"truncate": False}
+        for one, other, where in (("a", "b " * 300, "sentences[0]"), ("a " * 300, "b", "source_sentence")):
+            body = {"inputs": {"source_sentence": one, "sentences": [other]}, "parameters": options}
+            await caller.refused(path, body, 400, "inputs", f"inputs.{where} has")
         empty = {"inputs": {"source_sentence": "a", "sentences": []}}
         await caller.refused(path, empty, 400, says="inputs.sentences is empty; give at least one text")
 
