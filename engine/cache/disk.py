@@ -189,6 +189,53 @@ class NotOursError(Exception):
     """Our file name is taken by another program, or by another version of this one."""
 
 
+class _Uses:
+    """The connections in use, of all engines in this process. Thread-safe.
+
+    On POSIX, closing a file drops all the locks that the process has on it, also those of SQLite. Another
+    process could then write beside this one."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._changed = threading.Condition()
+        self._number = 0
+        self._is_paused = False
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_paused)
+            self._number += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._number -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def none(self) -> Iterator[None]:
+        """Waits until no connection is in use, and lets none begin."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_paused)
+            self._is_paused = True
+            self._changed.wait_for(lambda: not self._number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_paused = False
+                self._changed.notify_all()
+
+
+_uses = _Uses()
+# The threads with connections in use are not in a forked process.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_uses.reset)
+
+
 class Database:
     """An open database. Thread-safe: each use has its own connection.
 
@@ -218,20 +265,21 @@ class Database:
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
         """Lends a connection to the calling thread. After an error it is closed, which rolls back."""
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is None:
-            connection = _connect(self._path)
-        try:
-            yield connection
-        except BaseException:
+        with _uses.one():
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = _connect(self._path)
+            try:
+                yield connection
+            except BaseException:
+                connection.close()
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._idle.append(connection)
+                    return
             connection.close()
-            raise
-        with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
 
     def close(self) -> None:
         """Closes idle connections now, the others after their use."""
@@ -296,15 +344,14 @@ def _path(folder: Path) -> str:
 def _examine(path: str) -> None:
     """Raises NotOursError or DamagedError for a file that cannot be used, by its header.
 
-    SQLite itself would map a file that claims to have a write-ahead log. Must run while no connection is
-    in use: on POSIX, closing a file drops all the locks that the process has on it."""
+    SQLite itself would map a file that claims to have a write-ahead log. Waits for connections in use."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
         return
     if not stat.S_ISREG(status.st_mode):
         raise NotOursError(f"{FILE} in it is not a file")
-    with open(path, "rb") as file:
+    with _uses.none(), open(path, "rb") as file:
         header = file.read(_HEADER.size)
     if not header:
         return

@@ -4,10 +4,14 @@ import logging
 import os
 import resource
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,6 +205,22 @@ def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, w
     disk.close()
     with closing(DiskStore(folder, 4 * MIB)) as next_start:
         assert numbers(next_start) == []
+
+
+def test_a_second_engine_leaves_the_locks_of_the_first(disk: DiskStore, folder: Path) -> None:
+    disk.put([(key(1), entry(1))])
+    database: Any = disk._database._database
+    code = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"
+    opening = threading.Thread(target=lambda: DiskStore(folder, 4 * MIB).close())
+    with database.connection() as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        opening.start()
+        opening.join(0.2)
+        other = subprocess.run([sys.executable, "-c", code, folder / FILE], capture_output=True, check=False)
+        assert b"database is locked" in other.stderr
+        connection.execute("COMMIT")
+    opening.join(20)
+    assert not opening.is_alive()
 
 
 def unchanged(path: Path) -> dict[str, bytes]:
