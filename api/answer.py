@@ -173,7 +173,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
         case QueueFullError():
             kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
-            return ApiError(429, kind, str(error), retry_after=error.retry_after)
+            return ApiError(429, kind, in_flags(str(error)), retry_after=error.retry_after)
         case RequestTooLargeError():
             return ApiError(413, "RequestTooLargeError", in_flags(str(error)))
         case RequestTimeoutError():

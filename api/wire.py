@@ -224,10 +224,10 @@ Options = Annotated[HubOptions | None, about("Hugging Face's options, without ef
 
 
 class TokensDetails(msgspec.Struct):
-    """Counts of the prompt's tokens that were not run, and of documents with embeddings in the cache."""
+    """Counts of the prompt's tokens that were not run, and of documents found in the cache."""
 
     cached_tokens: Annotated[int, about("Tokens that were not run, because of the cache.", 9)]
-    cached_documents: Annotated[int, about("Documents whose embeddings were in the cache.", 1)]
+    cached_documents: Annotated[int, about("Documents whose embeddings or scores were in the cache.", 1)]
 
 
 class Usage(msgspec.Struct, omit_defaults=True):

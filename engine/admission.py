@@ -464,7 +464,8 @@ class Admission:
         beside = self._scheduler.waiting_tokens / waiting
         return QueueFullError(
             f"{waiting} tokens of the tenant {tenant!r} wait already and this request has about {tokens}, "
-            f"together more than its max_queued_tokens of {most}; try again later, or have it raised",
+            f"together more than the {most} that it may have; try again later, or have max_queued_tokens "
+            "of the tenant raised",
             retry_after=max(1.0, self._scheduler.rate.seconds(round(excess * beside)) or 0.0),
             reason="queue",
         )

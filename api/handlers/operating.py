@@ -234,7 +234,7 @@ def _labels(model: ModelFacts) -> dict[str, Any]:
 
 
 async def clear_cache(state: ServerState) -> Answer:
-    """Removes the embeddings of all documents from the cache."""
+    """Removes all embeddings and scores from the cache."""
     await state.engine.clear_cache()
     return Answer(204)
 

@@ -16,12 +16,13 @@ import yaml
 from click.testing import CliRunner
 
 from maxsimd.api import options
+from maxsimd.api.answer import as_api_error
 from maxsimd.api.cli import main
 from maxsimd.api.cluster.config import RAYS_OWN, AppConfig
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.supervisor import supervise
 from maxsimd.api.options import flag, in_collections, in_flags, variable
-from maxsimd.engine import EngineConfig, SyncEngine
+from maxsimd.engine import EngineConfig, QueueFullError, SyncEngine
 from maxsimd.engine.config import COLLECTIONS, GROUPS
 
 Captured = list[tuple[EngineConfig, ServerConfig, float]]
@@ -325,6 +326,7 @@ def test_options_become_flags() -> None:
         ("models-device=1", "models-device=1"),
     ):
         assert in_flags(message) == expected
+    assert str(as_api_error(QueueFullError("(max_wait_seconds)", 1.0))) == "(--max-wait-seconds)"
     engine = Path(__file__).parents[3] / "engine"
     for path in sorted(engine.rglob("*.py")):
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -306,8 +306,8 @@ async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:
     door.queue(1, 50, tenant="a")
     door.ask(50, tenant="a")
     message = (
-        r"^50 tokens of the tenant 'a' wait already and this request has about 70, together more than its "
-        r"max_queued_tokens of 100; try again later, or have it raised$"
+        r"^50 tokens of the tenant 'a' wait already and this request has about 70, together more than the "
+        r"100 that it may have; try again later, or have max_queued_tokens of the tenant raised$"
     )
     refusal = door.refusal(70, message, tenant="a")
     assert (refusal.reason, refusal.retry_after) == ("queue", pytest.approx(20 * 550 / 50 / 100))
