@@ -548,20 +548,25 @@ def _from_lists(values: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
     try:
         if not isinstance(values, list):
             return torch.tensor(values, dtype=dtype)
-        return torch.cat([torch.tensor(part, dtype=dtype) for part in _parts_of(values)])
+        row = values[0] if values and isinstance(values[0], list) else []
+        if row and isinstance(row[0], list):
+            raise ValueError("more than rows")
+        if len(row) > _PART:
+            return torch.stack([_joined(each, _PART, dtype) for each in values])
+        return _joined(values, max(1, _PART // max(1, len(row))), dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(
             f"{name} is neither base64 nor lists of numbers, as many in each, in the range of {dtype}"
         ) from None
 
 
-def _parts_of(values: list[Any]) -> Iterator[list[Any]]:
-    """Parts of a list of numbers, or of lists of numbers."""
-    numbers_each = max(1, len(values[0])) if values and isinstance(values[0], list) else 1
-    count = max(1, _PART // numbers_each)
+def _joined(values: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of numbers or rows, of which `count` are read at a time."""
+    parts = []
     for start in range(0, max(1, len(values)), count):
-        yield values[start : start + count]
+        parts.append(torch.tensor(values[start : start + count], dtype=dtype))
         yield_to_smaller()
+    return torch.cat(parts)
 
 
 def _sizes_of(shape: Any, count: int) -> list[int]:

@@ -253,6 +253,7 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         ({"embedding": 7, "shape": None}, "has the shape"),
         ({"embedding": {"a": 1}}, "neither base64 nor lists"),
         ({"embedding": [[1.0], [1.0, 2.0]]}, "neither base64 nor lists"),
+        ({"embedding": [[[0.5]]]}, "neither base64 nor lists"),
         ({"embedding": [["a"]]}, "neither base64 nor lists"),
         ({"embedding": [[1e300]], "shape": None}, "has the shape"),
         ({"dtype": "float8"}, "dtype 'float8' is not known; use float32"),
@@ -304,9 +305,12 @@ async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch
     text = base64.b64encode(rows.tobytes()).decode()
     wrong = {"embedding": text[:12] + "QQ==" + text[12:]}
     monkeypatch.setattr(reading, "_PART", 16)
-    for given in (text, rows.tolist(), rows.ravel().tolist()):
+    tensor, made = torch.tensor, list[torch.Tensor]()
+    monkeypatch.setattr(torch, "tensor", lambda *given, **how: made.append(tensor(*given, **how)) or made[-1])
+    for given in (text, rows.tolist(), rows.ravel().tolist(), [rows.ravel().tolist()]):
         read = reading.vectors_of({"embedding": given, "shape": [7, 6]}, "it", "documents")
         assert torch.equal(read.values, torch.from_numpy(rows))
+    assert max(part.numel() for part in made) <= 16
     with pytest.raises(errors.InvalidRequestError, match="is not base64"):
         reading.vectors_of(wrong, "it", "documents")
 
