@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 Item = TypeVar("Item")
@@ -88,10 +89,10 @@ def _call(function: Callable[[], T], future: Future[T]) -> None:
         del function, future
 
 
-def _without_stop(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+def _without_stop(function: Callable[[], T]) -> T:
     """Calls a function. StopIteration becomes RuntimeError: whoever awaits a thread with it never wakes."""
     try:
-        return function(*args, **options)
+        return function()
     except StopIteration as error:
         raise RuntimeError("a thread's function raised StopIteration") from error
 
@@ -125,7 +126,7 @@ async def run_in_thread_if_large(
     """Calls a function, in a thread if its result has many values. It needs no engine, which may stop
     meanwhile."""
     if num_values > _MANY_VALUES:
-        return await asyncio.to_thread(_without_stop, function, *args, **options)
+        return await asyncio.to_thread(_without_stop, partial(function, *args, **options))
     return function(*args, **options)
 
 
