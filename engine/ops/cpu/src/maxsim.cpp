@@ -10,15 +10,16 @@
 
 namespace maxsimd {
 
-// Maxima by query token. A maximum leaves NaN out, so `broken` has the query tokens that met one.
+// Maxima by query token. A maximum leaves NaN out, so `whole` has the query tokens that met none.
 template <int BLOCKS>
 struct Best {
     __m512 similarity[BLOCKS];
-    __mmask16 broken[BLOCKS];
+    __mmask16 whole[BLOCKS];
 };
 
+// Not inlined: the loop over units needs all registers for the addresses of rows.
 template <class Number, int ROWS, int BLOCKS>
-inline void keep_maxima(const Unit* rows, const Unit* query, int64_t units, Best<BLOCKS>& best) {
+__attribute__((noinline)) void keep_maxima(const Unit* rows, const Unit* query, int64_t units, Best<BLOCKS>& best) {
     // Documents are read from memory once: the next tile is prefetched while this one is multiplied.
     for (int64_t ahead = 0; ahead < ROWS * units; ahead += LANES)
         _mm_prefetch((const char*)(rows + ROWS * units + ahead), _MM_HINT_T0);
@@ -32,14 +33,16 @@ inline void keep_maxima(const Unit* rows, const Unit* query, int64_t units, Best
         // A comparison of two rows finds a NaN in either.
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row += 2)
-            best.broken[block] |= _mm512_cmp_ps_mask(sums[row][block], sums[(row + 1) % ROWS][block], _CMP_UNORD_Q);
+            best.whole[block] =
+                _mm512_mask_cmp_ps_mask(best.whole[block], sums[row][block], sums[(row + 1) % ROWS][block], _CMP_ORD_Q);
     }
 }
 
 // The sum, over up to BLOCKS * 16 query tokens, of each one's best similarity in the document; NaN if one of them is.
 template <class Number, int BLOCKS>
 float best_matches(const Unit* document, int64_t tokens, const Unit* query, int64_t query_tokens, int64_t units) {
-    Best<BLOCKS> best{};
+    Best<BLOCKS> best;
+    for (auto& block : best.whole) block = 0xffff;
     for (auto& block : best.similarity) block = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     int64_t token = 0;
     for (; token + 12 <= tokens; token += 12)
@@ -50,7 +53,7 @@ float best_matches(const Unit* document, int64_t tokens, const Unit* query, int6
     float sum = 0;
     for (int block = 0; block < BLOCKS; block++) {
         const __mmask16 present = first_lanes(query_tokens - block * LANES);
-        if (present & best.broken[block]) return std::numeric_limits<float>::quiet_NaN();
+        if (present & ~best.whole[block]) return std::numeric_limits<float>::quiet_NaN();
         sum += _mm512_mask_reduce_add_ps(present, best.similarity[block]);
     }
     return sum;
