@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,13 +21,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STANDARD_ERROR = 2
 # Time beyond the grace to free everything.
 _MARGIN_SECONDS = 5.0
+# Time for the last lines of output, which nobody may read.
+_FLUSH_SECONDS = 1.0
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Ends the process whatever its threads do."""
-    logging.shutdown()
-    sys.stdout.flush()
+    """Ends the process whatever its threads do, and whether or not its output is read."""
+    with suppress(RuntimeError):  # the system has no thread to give
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_SECONDS)
     os._exit(status)
+
+
+def _flush() -> None:
+    with suppress(Exception):  # the output is full or closed
+        logging.shutdown()
+        sys.stdout.flush()
 
 
 def handled_signals() -> list[signal.Signals]:

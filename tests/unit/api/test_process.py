@@ -224,6 +224,13 @@ def test_folders_of_killed_fleets_are_removed(tmp_path: Path, monkeypatch: pytes
     assert not Path(living).exists()
 
 
+@pytest.mark.parametrize("end", ["1 / 0", "time.sleep(60)"])
+def test_output_that_nobody_takes_delays_no_exit(end: str) -> None:
+    output = f"sys.stdout = type('', (), {{'flush': lambda self: {end}}})()"
+    code = f"import sys, time\nfrom maxsimd.api import process\n{output}\nprocess.exit_at_once(3)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 3
+
+
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The statuses with which the process would have ended at once."""
