@@ -37,8 +37,9 @@ async def check_stage(
     """Raises InvalidRequestError where a model refuses the query, the options, or one of any `num_coming` of
     the documents.
 
-    Tries texts from the longest down to the first readable one. The total of tokens is left to the stage:
-    cached documents have none to run."""
+    Tries the longest text that is sure to come: shorter ones are readable if it is. Where it is not, tries
+    texts from the longest down to the first readable one. The total of tokens is left to the stage: cached
+    documents have none to run."""
     found: dict[int, InvalidRequestError] = {}
     # The model takes all embeddings or none, and all pictures or none.
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
@@ -50,7 +51,11 @@ async def check_stage(
     if not texts:
         await _refusal(engine, query, _SHORTEST_TEXT, options)
     most = len(documents) - num_coming
-    for i, text in sorted(texts, key=lambda each: -len(each[1])):
+    texts.sort(key=lambda each: -len(each[1]))
+    room = min(most - len(found), len(texts) - 1)
+    if room > 0 and await _refusal(engine, query, texts[room][1], options) is None:
+        return
+    for i, text in texts:
         if len(found) > most or not _note(found, i, await _refusal(engine, query, text, options)):
             break
     if len(found) > most:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from maxsimd.engine.device import load
 from maxsimd.engine.device.host import give_back_memory
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.requests import Truncation
+from maxsimd.engine.several import cascade
 from tests.waiting import Clock, Pause, until, wait_for
 
 # Engines belong to one event loop.
@@ -214,7 +215,11 @@ async def test_certain_refusals_come_before_stages(both: Engines, monkeypatch: p
         assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
 
 
-async def test_possible_refusals_are_not_told_before(both: Engines) -> None:
+async def test_possible_refusals_are_not_told_before(both: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = AsyncMock(wraps=both["embed"].check_readable)
+    monkeypatch.setattr(both["embed"], "check_readable", tried)
+    await cascade.check_stage(both["embed"], "a", [*[LONG] * 5, "a"], 1, {"truncation": "error"})
+    assert tried.call_count == 1
     for documents, options in (
         ([VECTOR * 0, *TEXTS], {}),
         ([LONG * 2, LONG * 3, LONG * 2], {}),
