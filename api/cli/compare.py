@@ -5,10 +5,11 @@ import math
 import multiprocessing
 import resource
 import sys
+import typing
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -21,6 +22,7 @@ from maxsimd.api.cli.evaluate import (
     judged_files,
     measuring,
     rank_all,
+    shown_p,
 )
 from maxsimd.api.cli.files import INTERRUPTED, Interrupted, Progress, run
 from maxsimd.api.help import Command
@@ -38,13 +40,14 @@ class _Found:
 
 def _rank(config: EngineConfig, judged: Judged) -> _Found:
     """Ranks in this process, which is new, so that its peak is the model's."""
-    progress = Progress("documents")
+    progress = Progress("pairs")
     progress.total = sum(len(ids) for _, ids in judged.work)
     progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
     try:
         ranked = run(rank_all(config, judged, progress))
     finally:
         progress.end()
+    ranked.tell_truncated()
     unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2)
     return _Found(ranked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
@@ -64,7 +67,7 @@ def agreement(one: Run, other: Run) -> float:
 
 
 @click.command(cls=Command)
-@click.argument("models", nargs=-1, required=True, metavar="MODEL MODEL...")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL[=TYPE] MODEL[=TYPE]...")
 @config_file_option
 @judged_files
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
@@ -72,32 +75,37 @@ def agreement(one: Run, other: Run) -> float:
 def compare(models: tuple[str, ...], measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Compare models on your queries and documents: quality, speed, memory and agreement.
 
-    Each model ranks in a process of its own. With judgments (--qrels), the table has their measures and how
-    likely a difference to the first model is by chance (a paired randomization test)."""
+    TYPE is a --score-type, such as MODEL=bi-encoder. Each model ranks in a process of its own. With judgments
+    (--qrels), p is how likely a difference to the first model is by chance: a paired randomization test."""
     if len(models) < 2:
         raise click.UsageError("name two models or more, such as: maxsimd compare MODEL MODEL --data FOLDER")
-    with in_one_line():
-        for model in models:
-            refuse_missing_folder(model)
-        judged = Judged.of(values, needs_grades=False)
     config = config_from(EngineConfig, values)
+    configs = [_with_model(config, model) for model in models]
+    with in_one_line():
+        for chosen in configs:
+            refuse_missing_folder(chosen.model)
+        judged = Judged.of(values, needs_grades=False)
     measure = measuring(measures) if judged.grades else None
     if measure:
         # A measure that cannot be computed is told before documents are ranked.
         measure(judged.grades, {query: {ids[0]: 0.0} for query, ids in judged.work})
     rows: list[dict[str, Any]] = []
     first: tuple[Run, Mapping[str, Measured]] | None = None
-    for model in models:
-        # The embedded model goes by the name that the server shows.
-        named = None if model == shown_name(None) else model
-        found = _in_new_process(replace(config, model=named), judged)
+    failure: click.ClickException | None = None
+    for model, chosen in zip(models, configs, strict=True):
+        try:
+            found = _in_new_process(chosen, judged)
+        except click.ClickException as error:
+            failure = click.ClickException(f"{model}: {error.message}")
+            break  # what is done is shown
         ranked = found.ranked
         of_measures = measure(judged.grades, ranked.scores) if measure else {}
         first = first or (ranked.scores, of_measures)
         row: dict[str, Any] = {
             "model": model,
             "kind": ranked.kind,
-            "documents_per_s": round(ranked.documents_per_s, 1),
+            "precision": ranked.precision,
+            "documents_per_s": round(ranked.pairs_per_s, 1),
             "ms_per_query": round(1e3 * ranked.seconds / len(ranked.scores), 1),
             "memory_mb": found.peak_bytes >> 20,
             "agreement": round(agreement(first[0], ranked.scores), 3),
@@ -105,9 +113,20 @@ def compare(models: tuple[str, ...], measures: tuple[str, ...], as_json: bool, *
         for name, each in of_measures.items():
             row[name] = round(each.value, 4)
             if rows:
-                row[f"{name}, p"] = round(each.p(first[1][name]), 3)
+                row[f"{name}, p"] = each.p(first[1][name])
         rows.append(row)
-    click.echo(json.dumps(rows) if as_json else _table(rows))
+    if rows:
+        click.echo(json.dumps(rows) if as_json else _table(rows))
+    if failure is not None:
+        raise failure
+
+
+def _with_model(config: EngineConfig, model: str) -> EngineConfig:
+    """The options for a MODEL or MODEL=TYPE. The embedded model goes by the name that the server shows."""
+    name, _, score_type = model.rpartition("=")
+    if name and score_type in typing.get_args(typing.get_type_hints(EngineConfig)["score_type"]):
+        model, config = name, replace(config, score_type=cast("Any", score_type))
+    return replace(config, model=None if model == shown_name(None) else model)
 
 
 def _in_new_process(config: EngineConfig, judged: Judged) -> _Found:
@@ -120,6 +139,15 @@ def _in_new_process(config: EngineConfig, judged: Judged) -> _Found:
             sys.exit(INTERRUPTED)
 
 
+def _cell(name: str, value: Any) -> str:
+    if name.endswith(", p"):
+        return "" if value is None else shown_p(value)
+    return f"{value:.{_DIGITS.get(name, 4)}f}" if isinstance(value, float) else str(value)
+
+
+_DIGITS = {"documents_per_s": 1, "ms_per_query": 1, "agreement": 3}
+
+
 def _table(rows: list[dict[str, Any]]) -> str:
     heads = {
         "documents_per_s": "documents/s",
@@ -129,11 +157,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
     }
     names = [*rows[-1]]
     cells = [[heads.get(name, name) for name in names]]
-    cells += [[str(row.get(name, "")) for name in names] for row in rows]
+    cells += [[_cell(name, row.get(name)) for name in names] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
     lines = []
     for row in cells:
-        texts = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        texts = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
         lines.append("  ".join([*texts, *numbers]).rstrip())
     return "\n".join(lines)

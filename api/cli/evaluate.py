@@ -161,7 +161,7 @@ def evaluate(measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Measure how well MODEL ranks judged documents: nDCG@10, MRR and recall."""
     config = config_from(EngineConfig, values)
     measure = measuring(measures)
-    progress = Progress("documents")
+    progress = Progress("pairs")
     with in_one_line():
         judged = Judged.of(values)
         baseline = None if values["baseline"] is None else read_run(values["baseline"])
@@ -176,8 +176,10 @@ def evaluate(measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
         sys.exit(INTERRUPTED)
     finally:
         progress.end()
+    ranked.tell_truncated()
     if values["run_file"] is not None:
-        _write(ranked.scores, values["run_file"])
+        tag = f"{Path(shown_name(config.model)).name}-{ranked.kind}".replace(" ", "-")
+        _write(ranked.scores, tag, values["run_file"])
     # Documents that are no candidates count as ranked last.
     found = measure(judged.grades, ranked.scores)
     if values["per_query"] is not None:
@@ -190,14 +192,14 @@ def evaluate(measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
         plain = {name: each.value for name, each in found.items()}
         click.echo(json.dumps(plain if baseline is None else of_baseline))
         return
-    num_documents, speed = sum(map(len, ranked.scores.values())), ranked.documents_per_s
-    click.echo(f"{len(ranked.scores)} queries, {num_documents} ranked documents, {speed:,.0f} a second")
+    pairs = f"{ranked.num_pairs:,} pairs, {ranked.pairs_per_s:,.0f} a second"
+    click.echo(f"{ranked.kind} in {ranked.precision}: {len(ranked.scores)} queries, {pairs}")
     for name, each in found.items():
         line = f"{name:<10} {each.value:.4f}"
         if baseline is not None:
             old = before[name]
             difference = each.value - old.value
-            line += f"   baseline {old.value:.4f}   difference {difference:+.4f}   p {each.p(old):.3f}"
+            line += f"   baseline {old.value:.4f}   difference {difference:+.4f}   p {shown_p(each.p(old))}"
         click.echo(line)
 
 
@@ -220,6 +222,10 @@ class Measured:
             return 1.0
         options: dict[str, Any] = {"vectorized": True, "n_resamples": _RESAMPLES, "random_state": 0}
         return float(permutation_test((differences,), np.mean, permutation_type="samples", **options).pvalue)
+
+
+def shown_p(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.001 else "<0.001"
 
 
 def measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, Measured]]:
@@ -274,11 +280,11 @@ def _work(
     return work
 
 
-def _write(ranked: Run, path: str) -> None:
+def _write(ranked: Run, tag: str, path: str) -> None:
     lines = []
     for query, scores in ranked.items():
         best = sorted(scores, key=lambda id_: (-scores[id_], id_))
-        lines += [f"{query} Q0 {id_} {rank} {scores[id_]:.9g} maxsimd\n" for rank, id_ in enumerate(best, 1)]
+        lines += [f"{query} Q0 {id_} {rank} {scores[id_]:.9g} {tag}\n" for rank, id_ in enumerate(best, 1)]
     with open_output(Path(path)) as file:
         file.writelines(line.encode() for line in lines)
 
@@ -295,22 +301,34 @@ def _write_by_query(found: Mapping[str, Measured], path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Each document's score before its activation, and the `seconds` that it took, without the load."""
+    """Each document's score before its activation, how the model runs, and the `seconds` that it took,
+    without the load. In `truncated` pairs the model did not read the whole document."""
 
     scores: Run
     kind: str
+    precision: str
+    truncated: int
     seconds: float
 
     @property
-    def documents_per_s(self) -> float:
-        return sum(map(len, self.scores.values())) / max(self.seconds, 1e-9)
+    def num_pairs(self) -> int:
+        return sum(map(len, self.scores.values()))
+
+    @property
+    def pairs_per_s(self) -> float:
+        return self.num_pairs / max(self.seconds, 1e-9)
+
+    def tell_truncated(self) -> None:
+        if self.truncated:
+            said = f"warning: in {self.truncated:,} of {self.num_pairs:,} pairs the document was truncated"
+            click.echo(said, err=True)
 
 
 async def rank_all(config: EngineConfig, judged: Judged, progress: Progress) -> Ranked:
     """Ranks each query's documents. Raises MaxsimdError and Interrupted."""
     queries, documents = judged.asked, judged.texts
     ranked: Run = {query: {} for query, _ in judged.work}
-    done_pairs = tokens = 0
+    done_pairs = tokens = truncated = 0
     async with started(config, progress) as engine:
 
         def parts() -> Iterator[list[tuple[str, str]]]:
@@ -327,8 +345,9 @@ async def rank_all(config: EngineConfig, judged: Judged, progress: Progress) -> 
             return await engine.score(queries[part[0][0]], texts, priority="batch")
 
         def done(part: list[tuple[str, str]], result: "ScoreResult") -> None:
-            nonlocal done_pairs, tokens
+            nonlocal done_pairs, tokens, truncated
             done_pairs += len(part)
+            truncated += result.truncated - result.truncated_queries
             tokens += result.usage.prompt_tokens
             for (query, id_), score in zip(part, result.ranking_scores, strict=True):
                 ranked[query][id_] = score
@@ -337,7 +356,9 @@ async def rank_all(config: EngineConfig, judged: Judged, progress: Progress) -> 
         progress.update(0, 0)
         begun = time.perf_counter()
         await each_part(parts(), ask, done)
-        return Ranked(ranked, engine.model.score_type.value, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        facts = engine.facts
+        return Ranked(ranked, facts.score_type.value, facts.precision, truncated, seconds)
 
 
 @click.command(cls=Command)

@@ -239,7 +239,9 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
     assert found == pytest.approx(
         {"value": expected[measures[1]], "baseline": 1.0, "p": 2 * 0.5**below}, abs=1e-3
     )
-    compared = run_command("compare", bge, bge, *FLOAT32, "--data", str(tmp_path), "--json")
+    asked = ("compare", bge, f"{bge}=bi-encoder", f"{bge}=sparse", *FLOAT32, "--data", str(tmp_path), "--json")
+    compared = run_command(*asked, status=1)
+    assert f"Error: {bge}=sparse: " in compared.stderr
     for each in json.loads(compared.stdout):
         assert (each["agreement"], each["nDCG@10"]) == (1.0, round(best, 4)), compared.stderr
         assert each.get("nDCG@10, p", 1.0) == 1.0
