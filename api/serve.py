@@ -274,6 +274,7 @@ async def _open(
         raise
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = f"{'http' if tls is None else 'https'}://{host}:{listener.port}"
+    app[STATE].is_on_loopback = listener.is_on_loopback
     if not listener.is_on_loopback and not app[STATE].keys.are_asked_for:
         log.warning("anyone who can reach %s can use it; set --api-key or --api-key-file", url)
     return _HttpServer(url, app[STATE], runner, listener, connections)

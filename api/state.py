@@ -239,6 +239,10 @@ class CrossOrigin:
             answer["Access-Control-Allow-Headers"] = names
         return Answer(204, answer)
 
+    def has_host(self, host: str) -> bool:
+        """Whether an origin is at this host, with its port."""
+        return any(self._allows(f"{scheme}://{host}") for scheme in ("http", "https"))
+
     def _allows(self, origin: str) -> bool:
         return "*" in self._origins or origin.lower() in self._origins
 
@@ -346,6 +350,8 @@ class ServerState:
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
         self.draining = self.closing = False
+        # Whether only this machine can reach the server; set once it listens.
+        self.is_on_loopback = False
         self.logged_fields = LoggedFields()
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import ipaddress
 import logging
 import math
 import re
@@ -266,11 +267,39 @@ def _is_open(method: str, path: str) -> bool:
 def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
     """The tenant, by the request's key alone."""
     if not state.keys.are_asked_for:
+        _refuse_foreign_host(state, headers.get("host", ""))
         return ""
     tenant = state.keys.accept(headers.get("authorization", ""))
     if tenant is None:
         raise ApiError(401, "AuthenticationError", "send a valid key as Authorization: Bearer KEY")
     return tenant
+
+
+# Names below these are not in the public DNS.
+_PRIVATE = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test")
+
+
+def _refuse_foreign_host(state: ServerState, host: str) -> None:
+    """Raises ApiError (403) where a server that only this machine can reach is asked by a name of the public
+    DNS: by a web page whose name was pointed at this machine (DNS rebinding), which a browser would let read
+    the answers."""
+    name = host.partition(":")[0].rstrip(".").lower()
+    if not state.is_on_loopback or "." not in name or name.endswith(_PRIVATE) or _is_ipv4(name):
+        return
+    if not state.cross_origin.has_host(host.lower()):
+        said = (
+            f"without API keys, this server answers to names of this machine, not to {printable(name, 100)}"
+        )
+        remedy = "set an API key, or name the site with --cors-origin"
+        raise ApiError(403, "PermissionDeniedError", f"{said}; {remedy}")
+
+
+def _is_ipv4(name: str) -> bool:
+    try:
+        ipaddress.IPv4Address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_model_change(state: ServerState, method: str, route: str) -> bool:

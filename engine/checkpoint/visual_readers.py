@@ -67,10 +67,9 @@ class PixelScale:
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Float32 numbers of pixels [n, 3, ...] in a byte each."""
         shape = (1, len(self.mean), *[1] * (pixels.dim() - 2))
+        scale = torch.tensor([self.mean, self.std], dtype=torch.float32)
+        mean, std = (to_device(each, pixels.device).view(shape) for each in scale)
         numbers = pixels.to(torch.float32, copy=True)
-        mean, std = (
-            to_device(numbers.new_tensor(x), pixels.device).view(shape) for x in (self.mean, self.std)
-        )
         return numbers.mul_(self.factor).sub_(mean).div_(std)
 
 

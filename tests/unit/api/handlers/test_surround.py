@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -194,6 +195,15 @@ async def test_pages_of_named_origins_alone_may_read_answers(engine: RecordingEn
         other = await caller.ask("POST", "/nope", b"", {"origin": origin})
         assert "Access-Control-Allow-Origin" not in other.headers, origin
         assert other.headers["Vary"] == "Origin"
+
+
+async def test_no_page_reads_answers_by_a_name_pointed_at_loopback(engine: RecordingEngine) -> None:
+    caller = Caller(engine, cors_origin=("https://there.example:8000",))
+    named = "127.0.0.1:8000 [::1]:8000 x localhost:80 app.localhost host.docker.internal there.example:8000"
+    for on_loopback, host in product((True, False), ("evil.example", "evil.example:80", *named.split())):
+        caller.state.is_on_loopback = on_loopback
+        answer = await caller.ask("POST", "/rerank", RERANK, {"host": host})
+        assert answer.status == (403 if on_loopback and "evil" in host else 200), host
 
 
 async def test_a_browser_may_ask_without_a_key_whether_it_may_ask(engine: RecordingEngine) -> None:
