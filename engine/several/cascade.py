@@ -29,6 +29,8 @@ from maxsimd.engine.requests import (
 
 # Hardly any text has fewer tokens.
 _SHORTEST_TEXT = "a"
+# Texts that are tried for a stage before the cascade runs.
+_MOST_TRIED = 4
 
 
 async def check_stage(
@@ -38,8 +40,8 @@ async def check_stage(
     the documents.
 
     Tries the longest text that is sure to come: shorter ones are readable if it is. Where it is not, tries
-    texts from the longest down to the first readable one. The total of tokens is left to the stage: cached
-    documents have none to run."""
+    texts from the longest down to the first readable one. What more than a few tries would show is left to
+    the stage, and so is the total of tokens: cached documents have none to run."""
     found: dict[int, InvalidRequestError] = {}
     # The model takes all embeddings or none, and all pictures or none.
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
@@ -55,7 +57,7 @@ async def check_stage(
     room = min(most - len(found), len(texts) - 1)
     if room > 0 and await _refusal(engine, query, texts[room][1], options) is None:
         return
-    for i, text in texts:
+    for i, text in texts[:_MOST_TRIED]:
         if len(found) > most or not _note(found, i, await _refusal(engine, query, text, options)):
             break
     if len(found) > most:
