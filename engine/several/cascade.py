@@ -29,8 +29,9 @@ from maxsimd.engine.requests import (
 
 # Hardly any text has fewer tokens.
 _SHORTEST_TEXT = "a"
-# Texts that are tried for a stage before the cascade runs.
-_MOST_TRIED = 4
+# Texts that are tried for a stage before the cascade runs, and characters of a query and a text: trials are
+# not counted as work, so they must be small.
+_MOST_TRIED, _LONGEST_TRIED = 4, 1 << 17
 
 
 async def check_stage(
@@ -83,6 +84,8 @@ async def _refusal(
         if isinstance(document, str):
             # A picture leaves no more room than the shortest text.
             queries = [_SHORTEST_TEXT if isinstance(each, Content) else each for each in request.queries]
+            if request.reading > _LONGEST_TRIED:
+                return None
             await engine.check_readable(replace(request, queries=tuple(queries)))
     except RequestTooLargeError:
         return None
