@@ -64,8 +64,8 @@ class Explanation:
     to each patch, float32 [query vectors, rows, columns], NaN for patches that take no part. For others,
     `similarities` has that of each query vector to each vector of the document, float32 [query vectors,
     document vectors], and `document_tokens` the document's tokens in that order.
-    `read_span` has the characters that were read of a truncated document; None for others, and for pairs
-    whose score came from the cache."""
+    `read_span` has the characters that were read of a truncated document, if they are known: not for scores
+    from the cache, listwise models, and pairs that are truncated at one end."""
 
     tokens: int
     truncated: bool

@@ -160,7 +160,7 @@ class CrossEncoderPlan(CachedScorePlan):
         if self.pairs is None or not isinstance(self.pairs.request.documents[pair], str):
             return None
         spans = self.pairs.window_spans(pair)
-        return spans[0][0], spans[-1][1]
+        return (spans[0][0], spans[-1][1]) if spans else None
 
 
 class CrossEncoderProcessor(ScoreProcessor):

@@ -58,7 +58,8 @@ class PairBuilder(ABC):
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
     ) -> list[Span]:
-        """Returns the characters of each window of document `index`, beside a query of that many tokens."""
+        """Returns the characters of each window of document `index`, beside a query of that many tokens;
+        none if a truncated pair does not tell."""
 
     @abstractmethod
     def shortest_pair(self) -> int:
@@ -96,13 +97,18 @@ class TokenizerPairBuilder(PairBuilder):
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
     ) -> list[Span]:
-        most = long_inputs.max_document_tokens
+        most, side = long_inputs.max_document_tokens, long_inputs.side
         name = InputName("documents", index)
-        _, spans = self._tokenizer.encode_with_spans(
-            request.document_texts[index], "documents", most, long_inputs.side, name
-        )
-        windows = long_inputs.windows(spans, self._beside(query_tokens, long_inputs), name)
-        return [extent(window.tokens) or (0, 0) for window in windows]
+        text = request.document_texts[index]
+        _, spans = self._tokenizer.encode_with_spans(text, "documents", most, side, name)
+        room = long_inputs.limit - self._template.special_tokens
+        if long_inputs.uses_windows:
+            windows = long_inputs.windows(spans, self._beside(query_tokens, long_inputs), name)
+            return [extent(window.tokens) or (0, 0) for window in windows]
+        if query_tokens + len(spans) > room:
+            _, length = self._truncated_lengths(query_tokens, len(spans), room, name)
+            spans = truncate(spans, length, side)
+        return [extent(spans) or (0, 0)]
 
     def shortest_pair(self) -> int:
         return self._template.special_tokens + 2
@@ -390,15 +396,12 @@ class TemplatePairBuilder(PairBuilder):
 
     def _build_framed(self, pairs: list[_TemplatePair], long_inputs: LongInputs) -> Iterator[BuiltPair]:
         """Builds each pair, as one sequence or with each window of the document in one."""
-        limit = long_inputs.limit
+        limit, at_one_end = long_inputs.limit, self._truncates_at_one_end(long_inputs)
         if long_inputs.max_document_tokens is not None:
             yield from (self._build_from_parts(pair, long_inputs) for pair in pairs)
             return
         texts, names = (pair.text for pair in pairs), (pair.name for pair in pairs)
         encoded = self._tokenizer.encode(texts, "documents", limit + 1, names=names)
-        # Such a pair loses more than tokens of its document.
-        at_one_end = not self._template.restores_end or long_inputs.side == "left"
-        at_one_end &= long_inputs.truncates_as_usual and long_inputs.may_truncate
         for pair, ids in zip(pairs, encoded, strict=True):
             if pair.around.num_tokens + len(ids) <= limit:
                 yield self._joined(pair, [ids], False)
@@ -406,6 +409,12 @@ class TemplatePairBuilder(PairBuilder):
                 yield self._build_written(pair.query, pair.document, pair.name, long_inputs)
             else:
                 yield self._build_from_parts(pair, long_inputs)
+
+    def _truncates_at_one_end(self, long_inputs: LongInputs) -> bool:
+        """Whether a long pair is truncated as written, and so loses more than tokens of its document."""
+        at_one_end = not self._template.restores_end or long_inputs.side == "left"
+        is_limited = long_inputs.max_document_tokens is not None
+        return at_one_end and not is_limited and long_inputs.truncates_as_usual and long_inputs.may_truncate
 
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
@@ -417,8 +426,9 @@ class TemplatePairBuilder(PairBuilder):
         framed = self._query(request, query, fitted, _SegmentHeads(self._tokenizer))
         document = request.document_texts[index]
         name = InputName("documents", index)
-        if framed.around is None or not self._is_framed(framed, document, name):
-            return [(0, len(document))]
+        is_framed = framed.around is not None and self._is_framed(framed, document, name)
+        if framed.around is None or not is_framed or self._truncates_at_one_end(long_inputs):
+            return []
         pair = _TemplatePair(name, framed, framed.around, document)
         tokens, room = self._read_apart(pair, long_inputs)
         limited = long_inputs.document(tokens.spans - len(framed.around.left), pair.name)

@@ -17,7 +17,7 @@ from maxsimd.engine.media import Content
 from maxsimd.engine.processors.cross_encoder import shared_tokens
 from maxsimd.engine.processors.pairs import BuiltPair, PicturePairBuilder, TemplatePairBuilder
 from maxsimd.engine.processors.processor import PrefixSharing, ScorePlan
-from maxsimd.engine.processors.text.tokenization import longest_first, truncate
+from maxsimd.engine.processors.text.tokenization import Side, longest_first, truncate
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
 from tests.checkpoints.tokenizer_kinds import qwen
@@ -404,20 +404,20 @@ LENGTHS = st.integers(0, 400)
 @given(LENGTHS, LENGTHS, st.integers(4, 120), st.sampled_from(["left", "right"]), st.none() | LENGTHS)
 @example(301, 300, 103, "right", None)
 @example(300, 301, 103, "right", None)
-def test_pairs_are_cut_as_whole(query: int, document: int, limit: int, side: str, most: int | None) -> None:
-    truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
+def test_pairs_are_cut_as_whole(query: int, document: int, limit: int, side: Side, most: int | None) -> None:
+    truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)
     made = small.processors(small.model(score_task="classify", max_tokens=limit))
-    texts = small.score_request([words(query)], [words(document, DOCUMENT)], truncation)
+    texts = small.score_request([words(query)], [words(document, DOCUMENT)], truncation, explain=1)
     plan = made.scores.prepare(texts, small.request_ids())
     limited = document if most is None else min(document, most)
     first, second = longest_first(query, limited, limit - 3)
-    wanted = truncate(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
-    expected = [
-        *(small.CLS, *truncate(np.array(ids(query), np.int32), first, side), small.SEP),  # type: ignore[arg-type]
-        *(*truncate(wanted, second, side), small.SEP),  # type: ignore[arg-type]
-    ]
-    assert tokens_of(plan) == [expected]
+    wanted = truncate(np.array(ids(document, DOCUMENT), np.int32), limited, side)
+    read = truncate(wanted, second, side).tolist()
+    assert tokens_of(plan) == [pair(truncate(np.array(ids(query), np.int32), first, side).tolist(), read)]
     assert plan.truncated == (limited < document or query + limited > limit - 3)
+    span = plan.explanations([0.5], [0])[0].read_span
+    assert (span is None) != plan.truncated
+    assert span is None or texts.document_texts[0][slice(*span)] == small.tokenizer().decode(read)
 
 
 def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
