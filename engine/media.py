@@ -273,12 +273,18 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
         raise PictureError(f"cannot be read: its file is damaged ({_in_short(error)})") from None
 
 
+# Pillow opens files lazily, and two threads that read one at once each get a part of it.
+_CALLERS_FILES = threading.Lock()
+
+
 def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
     """Reads a picture that the caller has opened with Pillow. Raises PictureError."""
     limits.check_size(image.size)
     try:
+        with _CALLERS_FILES:
+            image.load()
+            is_upright = image.getexif().get(_ORIENTATION, 1) == 1
         # It is rotated in place, so copy the caller's own.
-        is_upright = image.getexif().get(_ORIENTATION, 1) == 1
         return _picture(image if is_upright else image.copy(), None)
     except (PictureError, MemoryError):
         raise

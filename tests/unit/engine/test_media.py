@@ -5,6 +5,7 @@ import struct
 import sys
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -131,11 +132,6 @@ def test_a_picture_of_any_mode_is_read_as_by_pillow(format: str) -> None:
             picture = media.decoded(data, media.PictureLimits())
             np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)), err_msg=mode)
             assert (picture.width, picture.height, picture.pixels.dtype) == (500, 350, np.uint8)
-
-
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_a_truncated_file_is_refused(format: str) -> None:
-    data = file_of(Image.fromarray(drawn(60, 50)), format)
     for length in (1, 8, 20, len(data) // 4, len(data) // 2, len(data) * 3 // 4):
         with pytest.raises(media.PictureError):
             read(data[:length])
@@ -154,12 +150,18 @@ def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> 
     assert picture.width * picture.height <= LIMITS.pixels
 
 
+def test_an_image_that_pillow_has_not_read_yet_is_read_once_by_several_threads() -> None:
+    pixels = drawn(600, 800)
+    image = Image.open(BytesIO(file_of(Image.fromarray(pixels))))
+    with ThreadPoolExecutor(4) as pool:
+        for each in pool.map(lambda _: media.picture_of_pillow(image, LIMITS), range(4)):
+            np.testing.assert_array_equal(each.pixels, pixels)
+
+
 def test_what_is_no_picture_or_a_large_animation_is_refused() -> None:
     tiff = file_of(Image.fromarray(drawn()), "TIFF")
     for data in (b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe", tiff):
-        with pytest.raises(
-            media.PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
-        ):
+        with pytest.raises(media.PictureError, match="be read; send PNG, JPEG, WEBP, GIF or BMP"):
             read(data)
     frames = [Image.new("RGB", (1600, 1300), color) for color in ("red", "blue")]
     data = file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:])
@@ -235,17 +237,14 @@ def test_bombs_and_too_long_pictures_are_refused_unread() -> None:
             tracemalloc.stop()
     for size, long in (((1, 200), (1, 201)), ((400, 2), (401, 2))):
         assert read(file_of(Image.new("RGB", size))).shape == (size[1], size[0], 3)
-        with pytest.raises(
-            media.PictureError, match=f"has {long[0]} x {long[1]} pixels, but may be at most 200 times"
-        ):
+        with pytest.raises(media.PictureError, match=f"{long[0]} x {long[1]} pixels, but may be at most 200"):
             read(file_of(Image.new("RGB", long)))
 
 
 def test_the_digest_is_of_pixels_and_shape() -> None:
     pixels = drawn(4, 6)
-    digests = {
-        media.decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP")
-    }
+    files = [file_of(Image.fromarray(pixels), format) for format in ("PNG", "BMP")]
+    digests = {media.decoded(file, LIMITS).digest for file in files}
     assert digests == {media.Picture(pixels).digest}
     others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), pixels[:, ::-1], drawn(4, 6, seed=1)]
     assert len(digests | {media.Picture(each).digest for each in others}) == 5
@@ -263,7 +262,7 @@ def test_base64_is_read_in_all_its_spellings(data: bytes) -> None:
         assert media.bytes_of_data_url(head + plain, MOST_BYTES) == data
 
 
-def test_what_is_no_base64_or_data_url_is_refused() -> None:
+def test_what_is_no_base64_no_data_url_or_too_large_is_refused() -> None:
     for text in ("*", "abc$", "a", "ä", "AAAA====A"):
         with pytest.raises(media.PictureError, match="is no base64"):
             media.bytes_of_base64(text, MOST_BYTES)
@@ -277,9 +276,6 @@ def test_what_is_no_base64_or_data_url_is_refused() -> None:
     ):
         with pytest.raises(media.PictureError, match=said):
             media.bytes_of_data_url(url, MOST_BYTES)
-
-
-def test_what_is_too_large_is_refused_at_once() -> None:
     assert len(media.bytes_of_base64(base64.b64encode(bytes(MOST_BYTES)).decode(), MOST_BYTES)) == MOST_BYTES
     with pytest.raises(media.PictureError, match="has 1,001 bytes, but may have 1,000"):
         media.bytes_of_base64(base64.b64encode(bytes(MOST_BYTES + 1)).decode(), MOST_BYTES)
