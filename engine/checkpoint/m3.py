@@ -145,7 +145,7 @@ def with_layers(
         hybrid = _HybridHead(tasks["embed"].head, tasks["token_embed"].head, weights)
         of_all = _HybridReference(backbone, tokenizer, hybrid)
         tasks[HYBRID_EMBED] = Task("hybrid", hybrid, hidden + COLUMNS, False, of_all)
-    parts = parts | {"tasks": tasks} | _scored(path, parts, tasks, score_type)
+    parts = parts | {"tasks": tasks} | _scored(path, layers, tasks, score_type)
     if TOKENS in made:
         # The first token stands for the whole text, and is no vector among those of tokens.
         for role in ("query", "document", "text"):
@@ -155,12 +155,12 @@ def with_layers(
 
 
 def _scored(
-    path: str, parts: dict[str, Any], tasks: dict[str, Task], score_type: ScoreType
+    path: str, layers: Mapping[str, Path], tasks: dict[str, Task], score_type: ScoreType
 ) -> dict[str, Any]:
     match score_type:
         case ScoreType.SPARSE:
             return {"score_task": SPARSE_EMBED, "similarity": "sparse"}
-        case ScoreType.LATE_INTERACTION:
+        case ScoreType.LATE_INTERACTION if TOKENS in layers:
             return {"score_task": "token_embed", "similarity": "meanmaxsim"}
         case ScoreType.HYBRID if HYBRID_EMBED in tasks:
             return {"score_task": HYBRID_EMBED, "similarity": "hybrid"}

@@ -14,7 +14,7 @@ from maxsimd.engine.cache.fingerprint import fingerprint, ingredients
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.inspection import inspect_model
 from maxsimd.engine.ops import cpu as kernels
-from tests.checkpoints import bi_encoders, sparse_encoders
+from tests.checkpoints import bi_encoders, gte, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references
@@ -135,19 +135,20 @@ async def test_explanations_of_bge_m3_add_up(bge_m3: str, engines: Engines, pair
         assert one.score == pytest.approx(np.mean([match.similarity for match in matches]), abs=1e-4)
 
 
-async def test_pickles_are_not_read(bge_m3: str, changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
+async def test_pickles_are_not_read(
+    bge_m3: str, changed: Changed, checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         model = load_model(EngineConfig(model=bge_m3), CPU)
     assert (sorted(model.tasks), model.score_type.value) == (["embed", "token_embed"], "bi-encoder")
     assert "colbert_linear and sparse_linear beside the model are not read" in caplog.text
     rows = inspect_model(EngineConfig(model=bge_m3, dtype="float32"))
-    assert rows["more"] == (
-        "colbert_linear.pt and sparse_linear.pt, not read: sparse, multi-vector and hybrid if pickles are"
-        " allowed"
-    )
+    assert rows["more"].startswith("colbert_linear.pt and sparse_linear.pt, not read: sparse, multi-vector")
     rows = inspect_model(EngineConfig(model=changed(bi_encoders.bge_m3, converted, removed("*.pt"))))
     assert rows["kind"] == "bi-encoder"
     assert rows["more"] == "scored as sparse, hybrid or late-interaction too"
+    alibaba = EngineConfig(model=checkpoints(gte.multilingual), score_type="late-interaction")
+    assert load_model(alibaba, CPU).similarity == "maxsim", "the mean is that of bge-m3's own layer"
 
 
 async def test_a_table_of_queries_that_is_not_read_is_said(
