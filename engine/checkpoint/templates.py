@@ -226,7 +226,7 @@ def _writes_as_is(node: Any, texts: set[str]) -> bool:
             return _is_blind(node.test, texts) and all(_writes_as_is(each, texts) for each in parts)
         case nodes.For():
             parts = [*node.body, *node.else_]
-            over_messages = _is_messages(node.iter) or isinstance(node.iter, nodes.Filter)
+            over_messages = _is_messages(node.iter) or _chooses(node.iter)
             is_blind = node.test is None or _is_blind(node.test, texts)
             return over_messages and is_blind and all(_writes_as_is(each, texts) for each in parts)
     allowed = (

@@ -465,6 +465,7 @@ def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytes
         ("{% if 'w1' in document %}{{ document }}{% endif %}", False),
         ("{% set d = document %}{{ d if d != 'w1' else query }}", False),
         ("{% for word in document %}{{ word }}{% endfor %}", False),
+        ("{% for letter in document | reverse %}{{ letter }}{% endfor %}", False),
         ("{% filter upper %}{{ document }}{% endfilter %}", False),
         ("{{ messages | map(attribute='content') | map('upper') | first }}", False),
         ("{{ messages | map(attribute='content') | first | first }}", False),
