@@ -1,8 +1,9 @@
 """Requests to the engine, their results, and the checks of what callers pass in. Errors name the argument."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, overload
 
 import numpy as np
@@ -631,18 +632,29 @@ def _is_array(item: Any) -> bool:
 
 
 def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] | Content, ...]:
-    """Texts, lists of token ids or pictures, as a tuple. Raises InvalidRequestError for pictures unless the
-    model `takes_pictures`."""
+    """Texts, lists of token ids or pictures, as a tuple. Raises InvalidRequestError for none or anything
+    else, and for pictures unless the model `takes_pictures`."""
     given = [inputs] if isinstance(inputs, str) or _is_content(inputs) else [*_in_order(inputs, "input")]
-    each: tuple[Any, ...]
-    if are_texts(given):
-        each = tuple(given)
-    else:
-        contents = [as_content(item, i, "input", takes_pictures) for i, item in enumerate(given)]
-        each = tuple([item if isinstance(item, str | Content) else tuple(item) for item in contents])
-    if not each:
+    if not given:
         raise InvalidRequestError("input is empty; give at least one text", "input")
-    return each
+    if are_texts(given):
+        return tuple(given)
+    contents = [as_content(item, i, "input", takes_pictures) for i, item in enumerate(given)]
+    return tuple(
+        [item if isinstance(item, str | Content) else _as_ids(item, i) for i, item in enumerate(contents)]
+    )
+
+
+def _as_ids(item: Any, i: int) -> tuple[int, ...]:
+    ids = tuple(item.tolist() if _is_array(item) else item) if isinstance(item, Iterable) else (None,)
+    if isinstance(item, bytes | bytearray) or not all(
+        issubclass(kind, Integral) for kind in {*map(type, ids)}
+    ):
+        kind = type(item).__name__
+        raise InvalidRequestError(
+            f"input[{i}] is neither a string nor a picture nor token ids but {kind}", "input"
+        )
+    return ids
 
 
 def _in_order(items: Any, param: str) -> Any:
@@ -665,6 +677,9 @@ def as_truncation(policy: LongInputPolicy) -> Truncation:
         raise InvalidRequestError(
             f"truncation {policy!r} is not known; use cut, error, window or a Truncation", "truncation"
         )
+    for name in ("max_query_tokens", "max_document_tokens", "window_overlap"):
+        if (number := getattr(found, name)) is not None and number < 0:
+            raise InvalidRequestError(f"{name} must not be negative, not {number}; leave it out", name)
     return found
 
 

@@ -65,7 +65,8 @@ class EmbeddingPlan(Plan):
     found: Mapping[int, CachedEmbedding] = field(default_factory=dict)
 
     def input_of(self, value: int) -> str:
-        return f"input[{value}]"
+        run = [i for i in range(self.num_values + len(self.found)) if i not in self.found]
+        return f"input[{run[value]}]"
 
     @property
     def _is_normalized(self) -> bool:

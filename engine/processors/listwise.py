@@ -94,33 +94,34 @@ class ListwiseProcessor(ScoreProcessor):
         blocks: list[TokenIds] = []
         num_blocks = []
         texts: list[_Text] = []
-        truncated = 0
+        facts: list[RunFacts] = []
         instruction = _without_markers(request.instruction or "", rules)
         for ranked in _lists(request) if found.new else ():
             query = reader.query(ranked.query, ranked.first)
             documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
             texts += documents
-            truncated += sum(text.truncated for text in (query, *documents))
             before, start = len(blocks), 0
             for size in in_blocks([document.tokens for document in documents], query.tokens, rules):
                 block = [document.text for document in documents[start : start + size]]
                 blocks += _prompt_blocks(query.text, block, instruction, rules, self._tokenizer)
                 start += size
             num_blocks.append(len(blocks) - before)
+            # The first document stands for all that are run together.
+            truncated = sum(text.truncated for text in (query, *documents))
+            facts.append(RunFacts(sum(map(len, blocks[before:])), truncated, query.truncated, 1))
+            facts += [RunFacts(0, 0, False, 1)] * (len(documents) - 1)
         sequences = [
             TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", self._tokens(block))
             for i, block in enumerate(blocks)
         ]
-        facts = [RunFacts(0, 0, False, 1)] * len(texts)
-        if facts:  # the first document stands for all, which are run together
-            facts[0] = RunFacts(sum(map(len, blocks)), truncated, False, 1)
         return ListwisePlan(
             sequences=sequences,
             num_values=len(sequences),
-            truncated=truncated + found.truncated_documents,
+            truncated=sum(one.truncated for one in facts) + found.truncated_documents,
             cached_documents=len(found.cached),
             cached_tokens=found.cached_tokens,
             request=request,
+            truncated_queries=sum(one.query_truncated for one in facts) + found.truncated_queries(request),
             normalization=self._normalization(request),
             found=found,
             facts=facts,

@@ -526,31 +526,36 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
 
     def _unreadable(self, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:
         """Yields unreadable documents, with the reason."""
-        reasons: dict[str, str | None] = {}
+        tried: dict[str, tuple[int, str | None]] = {}
         whole = []
         for i, document in enumerate(request.documents):
             if not (isinstance(document, str) and is_broken(document)):
                 whole.append(i)
                 continue
             # Over HTTP, all documents with half of a character are the same text: try it once.
-            if document not in reasons:
-                reasons[document] = self._refusal(request.only([i]), ids)
-            if (reason := reasons[document]) is not None:
-                yield i, reason.replace("documents[0]", f"documents[{i}]")
+            if document not in tried:
+                tried[document] = i, self._refusal(request, [i], ids)
+            first, reason = tried[document]
+            if reason is not None:
+                yield i, reason.replace(f"documents[{first}]", f"documents[{i}]")
         for start in range(0, len(whole), _TRIED_TOGETHER):
             positions = whole[start : start + _TRIED_TOGETHER]
-            if self._refusal(request.only(positions), ids) is not None:
+            if self._refusal(request, positions, ids) is not None:
                 for i in positions:
-                    reason = self._refusal(request.only([i]), ids)
-                    if reason is not None:
-                        yield i, reason.replace("documents[0]", f"documents[{i}]")
+                    if (reason := self._refusal(request, [i], ids)) is not None:
+                        yield i, reason
 
-    def _refusal(self, request: ScoreRequest, ids: RequestIds) -> str | None:
-        """Returns why the documents of a request cannot be read; None if they can."""
+    def _refusal(self, request: ScoreRequest, positions: list[int], ids: RequestIds) -> str | None:
+        """Returns why one of the documents at these positions cannot be read; None if all can. Raises
+        InvalidRequestError if anything but a lone document is wrong."""
         try:
-            self.plan(request, ids)
+            self.plan(request.only(positions), ids)
         except InvalidRequestError as error:
-            if error.param != "documents":
-                raise
-            return str(error)
+            params = ["documents"] if len(request.queries) == 1 else ["documents", "queries"]
+            reason = str(error)
+            for param in params:
+                reason = reason.replace(f"{param}[0]", f"{param}[{positions[0]}]")
+            if error.param == "documents" or len(positions) > 1:
+                return reason
+            raise InvalidRequestError(reason, error.param) from None
         return None

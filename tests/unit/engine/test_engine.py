@@ -44,8 +44,13 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
     ):
         with pytest.raises(errors.InvalidRequestError, match=message):
             await engine.score(queries, documents)  # type: ignore[arg-type]
-    with pytest.raises(errors.InvalidRequestError, match="from 1 to 128"):
-        await engine.embed("a", dimensions=129)
+    for inputs, options, message in (
+        ("a", {"dimensions": 129}, "from 1 to 128"),
+        ("a", {"truncation": Truncation(max_query_tokens=-1)}, "max_query_tokens must not be negative"),
+        *((["a", wrong], {}, r"^input\[1\] is neither") for wrong in (b"a", 3, torch.ones(2), None)),
+    ):
+        with pytest.raises(errors.InvalidRequestError, match=message):
+            await engine.embed(inputs, **options)  # type: ignore[arg-type]
     long = "word " * 600 + "paris"
     by_name = await engine.score("paris", long, truncation="window", cache="bypass")
     in_full = await engine.score("paris", long, truncation=WINDOW_LONG, cache="bypass")

@@ -114,8 +114,9 @@ async def test_a_broken_document_is_tried_once() -> None:
 
 
 async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingEngine) -> None:
-    with pytest.raises(errors.InvalidRequestError, match="queries"):
-        await engine.score("\ud800", ["a", "b"], on_error="report")
+    for queries, named in (("\ud800", 0), (["a", "\ud800"], 1)):
+        with pytest.raises(errors.InvalidRequestError, match=rf"^queries\[{named}\] has half"):
+            await engine.score(queries, ["\ud800", "b"], on_error="report")
     if engine.model.score_task == "classify":
         ranked = await engine.rerank(POISON, ["a", "b"], on_error="report")
         assert set(ranked.errors) == {0, 1}

@@ -19,7 +19,7 @@ from maxsimd.engine.processors.pairs import BuiltPair, PicturePairBuilder, Templ
 from maxsimd.engine.processors.processor import PrefixSharing, ScorePlan
 from maxsimd.engine.processors.text.tokenization import Side, longest_first, truncate
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
-from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
+from maxsimd.scheduler import ResultSlot, Role
 from tests.checkpoints.tokenizer_kinds import qwen
 from tests.unit.engine.processors import small_models as small
 from tests.unit.engine.processors.small_models import DOCUMENT, document, ids, refused, tokens_of, words
@@ -389,10 +389,7 @@ def test_pairs_hold_their_query_once() -> None:
     ):
         documents = [f"document {i}" for i in range(5)]
         plan = score_long(described, ["what is it? " * 500], documents, CUT_LONG)
-        longest = []
-        for sequence in plan.sequences:
-            assert isinstance(sequence.tokens, JoinedTokens)
-            longest.append(max(sequence.tokens.parts, key=len))
+        longest = [max(each.tokens.parts, key=len) for each in plan.sequences]  # type: ignore[union-attr]
         assert all(np.shares_memory(part, longest[0]) for part in longest)
         assert len(longest[0]) > held
 

@@ -96,9 +96,9 @@ def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     plan = score([words(3)], [document(4), document(3), document(5)], limits)
     expected = [ids(3, DOCUMENT + 1), ids(3, DOCUMENT), ids(3, DOCUMENT + 2), ids(2, 1)]
     assert texts_of(plan) == [expected]
-    assert plan.truncated == 3, "the query, and two documents"
+    assert (plan.truncated, plan.truncated_queries) == (3, 1), "the query, and two documents"
     pairs = score([words(3)] * 2, [document(3), document(4)], limits)
-    assert pairs.truncated == 3, "both queries, and a document"
+    assert (pairs.truncated, pairs.truncated_queries) == (3, 2), "both queries, and a document"
     windows = Truncation(max_tokens=-1, windows=True)
     plan = score(["w1"], [document(11), document(10)], windows)
     assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]

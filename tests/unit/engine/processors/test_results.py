@@ -50,8 +50,9 @@ def test_the_best_come_first_ties_in_order_and_no_nan(scores: list[float], top_n
     documents = [f"document {i}" for i in range(len(scores))]
     expected = sorted((i for i, s in enumerate(scores) if not math.isnan(s)), key=lambda i: (-scores[i], i))
     ranked = rank(scores, documents, top_n)
-    assert [each.index for each in ranked] == (expected[:top_n] if top_n else expected)
-    assert [each.document for each in ranked] == [documents[each.index] for each in ranked]
+    assert [(each.index, each.document) for each in ranked] == [
+        (i, documents[i]) for i in expected[: top_n or None]
+    ]
     assert np.array_equal([each.score for each in ranked], [scores[each.index] for each in ranked])
 
 

@@ -52,12 +52,10 @@ def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
     made = small.processors(model(**ROLES))
     text = ids(2)
     assert tokens_of(embed(made, [words(2)])) == [[CLS, *text, SEP]]
-    assert tokens_of(embed(made, [words(2)], input_type="query")) == [[CLS, small.QUERY_PROMPT, *text, SEP]]
-    assert tokens_of(embed(made, [words(2)], input_type="document")) == [
-        [CLS, small.DOCUMENT_PROMPT, *text, SEP]
-    ]
-    for input_type in ({}, {"input_type": "document"}):
-        named = embed(made, [words(2)], prompt_name="named", **input_type)
+    for input_type, prompt in (("query", small.QUERY_PROMPT), ("document", small.DOCUMENT_PROMPT)):
+        assert tokens_of(embed(made, [words(2)], input_type=input_type)) == [[CLS, prompt, *text, SEP]]
+    for options in ({}, {"input_type": "document"}):
+        named = embed(made, [words(2)], prompt_name="named", **options)
         assert tokens_of(named) == [[CLS, *ids(2, 900), *text, SEP]]
     limited = small.processors(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
     plan = embed(limited, [words(9)], input_type="query", prompt_name="named")
@@ -72,6 +70,7 @@ def test_texts_and_token_ids_come_out_in_their_order() -> None:
     assert tokens_of(plan) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
     assert [sequence.payload.slot for sequence in plan.sequences] == [ResultSlot(7, i) for i in range(3)]
     assert (plan.num_values, plan.truncated, plan.num_new_tokens) == (3, 0, 11)
+    assert replace(plan, found={1: small.embedding()}).input_of(1) == "input[2]"
     for input_type, role in (("document", Role.DOCUMENT), ("query", Role.QUERY), (None, Role.TEXT)):
         plan = embed(small.processors(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
         assert plan.sequences[0].payload.role is role
@@ -205,9 +204,8 @@ def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: i
 
 def test_texts_become_tokens_and_tokens_texts() -> None:
     made = small.tokenizer()
-    assert [(start, encoding.ids, encoding.tokens) for start, encoding in made.read("w0 w1", "text")] == [
-        (0, ids(2), ["w0", "w1"])
-    ]
+    [(start, encoding)] = made.read("w0 w1", "text")
+    assert (start, encoding.ids, encoding.tokens) == (0, ids(2), ["w0", "w1"])
     assert made.token(CLS) == "[CLS]"
     assert made.decode([small.QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
     assert (made.token_id("w0"), made.vocabulary_size) == (ids(1)[0], small.VOCABULARY)
@@ -274,10 +272,8 @@ def test_model_and_step_must_hold_the_shortest_sequences() -> None:
     for described, expected in (
         (PROMPTED, {"a query": 5, "a document": 3, "a text": 6}),
         (model(), {"a query": 3, "a document": 3, "a text": 3}),
-        (
-            model(query=expanded),
-            {"a query": 5, "a document": 3, "a text": 3},
-        ),  # longer than it is filled up to
+        # Longer than it is filled up to.
+        (model(query=expanded), {"a query": 5, "a document": 3, "a text": 3}),
         (model(score_task="classify"), {"a pair": 5, "a text": 3}),
         (model(**templated), {"a pair": 5, "a text": 3}),
         (model(**templated, instruction="w1 w2"), {"a pair": 6, "a text": 3}),
