@@ -1,6 +1,7 @@
 """A server of several processes: the same answers as one process gives, whichever of them dies."""
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -61,6 +62,7 @@ class _Copy:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        logging.getLogger().handlers.clear()  # one whose thread has a lock here could not be closed
         Path("/proc/self/comm").write_text(name)
         process.main()
 
