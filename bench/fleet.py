@@ -18,17 +18,14 @@ from numpy.typing import NDArray
 from maxsimd.scheduler.fleet import (
     Attempts,
     Cell,
-    Documents,
-    Fail,
-    Loads,
+    FleetError,
     Member,
+    Planner,
     Reach,
     RetryBudget,
-    Seen,
     Send,
     Split,
     cells_of,
-    plan,
     reach_of,
 )
 
@@ -40,9 +37,8 @@ _PART, _TOKEN, _ROW = 2e-3, 1 / 40_000, 1e-5
 _HOP = 1e-3
 # Tokens of an engine's step, and of a document on average.
 _STEP_TOKENS, _MEAN_TOKENS = 2_048, 180
-# The values of `api/fleet/spread.py`: the documents that a front remembers, the seconds for which it trusts a
-# reply about queues, and the parts that it may retry.
-_REMEMBERED, _QUEUES_FOR, _SPARE_TRIES = 200_000, 1.0, 1_000.0
+# The parts that a front may retry, as in `api/fleet/spread.py`.
+_SPARE_TRIES = 1_000.0
 # Requests that count at least, however few engines there are; engines to which a fleet grows one by one.
 LEAST_REQUESTS, GROWN = 2_000, 100
 # Documents whose moves count; requests that are drawn for each cell, and at least.
@@ -116,12 +112,16 @@ class FleetShape:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class _Front:
-    loads: Loads = field(default_factory=Loads)
-    seen: Seen = field(default_factory=lambda: Seen(_REMEMBERED))
-    budget: RetryBudget = field(default_factory=lambda: RetryBudget(spare=_SPARE_TRIES))
-    forgot: float = 0.0
+class _Front(Planner):
+    """A front, whose requests go to lighter cells or to any."""
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.budget = RetryBudget(spare=_SPARE_TRIES)
+        self._routing = routing
+
+    def load(self, cell: Cell) -> float:
+        return 0.0 if self._routing is Routing.RANDOM else super().load(cell)
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class _Fleet:
         self._shape = shape
         members = [Member(slot, f"m{slot}", "f") for slot in range(shape.members)]
         self._engines = {member.name: SimulatedEngine(member, shape.cache) for member in members}
-        self._fronts = [_Front() for _ in range(shape.fronts)]
+        self._fronts = [_Front(shape.routing) for _ in range(shape.fronts)]
         self._random = random.Random(shape.seed)
         self._generator = generator = np.random.default_rng(shape.seed)
         self._digests = generator.integers(0, 2**64, shape.collection, dtype=np.uint64)
@@ -231,25 +231,16 @@ class _Fleet:
     def _begin(self) -> None:
         """A request arrives, and is planned."""
         front = self._random.choice(self._fronts)
-        if self._now > front.forgot + _QUEUES_FOR:
-            front.loads.forget_queued()
-            front.forgot = self._now
-        reach = reach_of(self._cells, partial(self._load, front), self._random.getrandbits(64))
+        draw = self._random.getrandbits(64)
         drawn = np.searchsorted(self._bounds, self._generator.random(self._shape.documents))
         digests, tokens = self._digests[drawn], self._tokens[drawn]
-        documents = Documents(digests, tokens, front.seen.weights(reach, digests, tokens))
         split = Split.BY_OWNER if self._shape.routing is Routing.BY_OWNER else Split.BY_TOKENS
-        parts = plan(documents, reach, front.loads.of(reach.members), split, _STEP_TOKENS)
+        reach, parts = front.plan(self._cells, digests, tokens, split, _STEP_TOKENS, self._now, draw)
         self._counts.parts += len(parts)
         attempts = Attempts(parts, front.budget)
         request = _Request(front, reach, drawn, digests, tokens, attempts, self._now)
         for send in attempts.begin():
             self._send(request, send)
-
-    def _load(self, front: _Front, cell: Cell) -> float:
-        if self._shape.routing is Routing.RANDOM:
-            return 0.0
-        return float(front.loads.of(cell.members).mean())
 
     def _send(self, request: _Request, send: Send) -> None:
         engine, indices = self._engines[send.member.name], send.part.indices
@@ -284,8 +275,9 @@ class _Fleet:
             request, send = self._under_way.pop(number)
             request.front.loads.answered(send.member, send.part.weight, None)
             request.front.loads.forget_others(self._members)
-            sends = request.attempts.lost(send.attempt, self._members)
-            if isinstance(sends, Fail):
+            try:
+                sends = request.attempts.lost(send.attempt, self._members)
+            except FleetError:
                 self._counts.failed += 1
                 continue
             self._counts.tried_again += len(sends)

@@ -83,7 +83,7 @@ def _path(scope: Mapping[str, Any]) -> str:
         written = raw.decode("latin-1").partition("?")[0]
         path = "%2F".join(unquote(part) for part in written.replace("%2f", "%2F").split("%2F"))
     prefix = scope.get("root_path", "").rstrip("/")
-    return path.removeprefix(prefix) if path.startswith(prefix + "/") else path
+    return path.removeprefix(prefix) or "/" if f"{path}/".startswith(f"{prefix}/") else path
 
 
 async def _body(headers: Mapping[str, str], receive: Receive) -> AsyncIterator[bytes]:

@@ -149,11 +149,11 @@ def _options(method: str, question: Any) -> Any:
 
 
 def fingerprint_of(engine: Engine) -> str:
-    """A digest of what decides an engine's scores: version, model and settings."""
+    """A digest of what decides an engine's scores: version, model, weights and settings."""
     # The device, its free memory and the self-check's last digits decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=(), step_tokens=0)
     config = engine.config
     names = (field.name for field in fields(config) if field.name not in _DECIDE_NOTHING)
     settings = [(name, getattr(config, name)) for name in names]
-    decides = (__version__, facts, settings)
+    decides = (__version__, facts, settings, engine.model.fingerprint)
     return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()

@@ -62,6 +62,7 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     TokenEmbedResult,
+    Usage,
     as_inputs,
     as_scored,
     check_task,
@@ -315,14 +316,15 @@ class FleetEngine:
     ) -> RerankResult:
         """One engine ranks and explains only what it returns."""
         scored = ScoreJob(self.facts, query, documents, options)
-        answers: list[Answer] = []
+        none = ScoreResult([], Usage(0), 0, tuple(range(len(scored.documents))))
+        answers: list[Answer] = [Ranked(none, [])]
 
         def question(indices: NDArray[np.int64], left: float | None) -> Question:
             return Rank(score=scored.question(indices, left), top_n=top_n, score_threshold=threshold)
 
         job = replace(scored.job(), question=question, commit=lambda _, answer: answers.append(answer))
         await self._run_whole(job)
-        ranked = cast("Ranked", answers[0])
+        ranked = cast("Ranked", answers[-1])
         result = ranked.result
         return RerankResult(
             [

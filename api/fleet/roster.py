@@ -294,7 +294,6 @@ class Roster:
 
     async def _use(self, address: Address, link: Link) -> None:
         """Returns when the engine is gone, silent, or unlisted and done."""
-        await self._clear_if_late(address, link)
         introduced = (await link.ask(Introduce())).answer
         if not isinstance(introduced, Introduction):
             raise LostError("the engine does not introduce itself")
@@ -303,10 +302,11 @@ class Roster:
             tokenizer = pickle.loads(introduced.tokenizer)
             self._served[fingerprint] = Served(introduced.facts, introduced.config, tokenizer, fingerprint)
         reported = None
-        while reported is not self.tenants:
+        # Both may change while the engine is asked.
+        while reported is not self.tenants or address in self._uncleared:
+            await self._clear_if_late(address, link)
             reported = self.tenants
             await _tell(link, reported)
-        await self._clear_if_late(address, link)
         if address not in self._listed:
             return
         self._unlisted[address].clear()  # it may have been unlisted and listed again meanwhile

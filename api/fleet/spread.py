@@ -1,6 +1,7 @@
 """One request over several engines: planned, sent in parts, retried where an engine dies, and merged."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -58,30 +59,21 @@ from maxsimd.engine.requests import (
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler.fleet import (
     Attempts,
-    Cell,
-    Fail,
     FleetError,
-    Loads,
     Member,
     Merge,
+    Part,
+    Planner,
     Reach,
     RetryBudget,
-    Seen,
     Send,
     Split,
     cells_of,
     digest_of,
-    plan,
-    reach_of,
 )
-from maxsimd.scheduler.fleet.plan import Documents, Part
 
-# Documents that a front remembers having sent.
-_REMEMBERED = 200_000
 # An engine hangs if it has not answered this many seconds after the deadline.
 _HANGS = 1.0
-# Seconds after which reports of engines' queues are forgotten.
-_QUEUES_FOR = 1.0
 # Retries beyond a tenth of all parts, for those at an engine when it dies.
 _SPARE_TRIES = 1_000.0
 
@@ -93,9 +85,9 @@ class Job:
     `arrived` what comes before it. With `is_cached`, engines look for the documents in their
     caches: those that were there before weigh little.
 
-    Where it has several parts, another job is done `first`, by the engine that has most of it; with
-    `needs_first` it fails where there is no time for that. `deadly` is said where engines die of it, in
-    place of a message that names documents."""
+    Where it has several parts, another job is done `first`, by the engine that has most of it. With
+    `is_partial`, parts that are late are left out. `deadly` is said where engines die of it, in place of a
+    message that names documents."""
 
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]
@@ -106,7 +98,7 @@ class Job:
     commit: Callable[[NDArray[np.int64], Answer], None]
     arrived: Callable[[NDArray[np.int64], Arrived], None] | None = None
     first: "Job | None" = None
-    needs_first: bool = True
+    is_partial: bool = False
     deadly: str | None = None
 
     @classmethod
@@ -131,9 +123,8 @@ class Spreader:
     def __init__(self, roster: Roster, patience: float) -> None:
         self._roster = roster
         self._patience = patience
-        self.loads = Loads()  # tokens at each engine
-        self._forgot = 0.0
-        self._seen = Seen(_REMEMBERED)
+        self._planner = Planner()
+        self.loads = self._planner.loads
         self._budget = RetryBudget(spare=_SPARE_TRIES)
 
     async def run(self, job: Job, least_tokens: int) -> None:
@@ -147,33 +138,25 @@ class Spreader:
 
     async def _run(self, job: Job, least_tokens: int, deadline: float | None) -> None:
         members = await self._members(deadline)
-        if (now := asyncio.get_running_loop().time()) > self._forgot + _QUEUES_FOR:
-            self.loads.forget_queued()
-            self._forgot = now
-        reach = reach_of(cells_of(members), self._load, getrandbits(64))
-        weights = self._seen.weights(reach, job.digests, job.tokens) if job.is_cached else job.tokens
-        documents = Documents(job.digests, job.tokens, weights)
-        parts = plan(documents, reach, self.loads.of(reach.members), job.split, least_tokens)
+        documents, now = (job.digests, job.tokens, job.split), asyncio.get_running_loop().time()
+        reach, parts = self._planner.plan(
+            cells_of(members), *documents, least_tokens, now, getrandbits(64), job.is_cached
+        )
         if job.first is not None and len(parts) > 1:
             try:
                 await self._run_parts(job.first, [_by_one(job.first, parts)], reach, deadline)
             except TimeoutError:
-                if job.needs_first:
+                if not job.is_partial:
                     raise
         await self._run_parts(job, parts, reach, deadline)
-
-    def _load(self, cell: Cell) -> float:
-        return float(self.loads.of(cell.members).mean())
 
     async def _run_parts(self, job: Job, parts: list[Part], reach: Reach, deadline: float | None) -> None:
         attempts = Attempts(parts, self._budget)
         under_way: dict[asyncio.Task[Reply], Send] = {}
         try:
-            sends: list[Send] | Fail | None = attempts.begin()
+            sends = attempts.begin()
             while True:
-                if isinstance(sends, Fail):
-                    raise _raised(sends.error, job)
-                for send in sends or ():
+                for send in sends:
                     under_way[asyncio.create_task(self._send(job, send, deadline))] = send
                 if attempts.is_over:
                     return
@@ -181,22 +164,30 @@ class Spreader:
                 sends = []
                 for task in done:
                     send = under_way.pop(task)
-                    next_sends = await self._ended(job, attempts, send, task, deadline)
-                    if isinstance(next_sends, Fail):
-                        sends = next_sends
-                        break
-                    sends += next_sends
-                    if job.is_cached and _is_answered(task):
-                        digests = job.digests[send.part.indices]
-                        self._seen.remember(reach, digests.tolist(), send.member)
+                    try:
+                        sends += await self._ended(job, attempts, reach, send, task, deadline)
+                    except TimeoutError:
+                        if not job.is_partial:
+                            raise
+                        attempts.answered(send.attempt)
+        except FleetError as error:
+            if error.indices:
+                raise RequestFailedError(job.deadly or str(error)) from None
+            raise EngineNotReadyError(str(error)) from None
         finally:
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _ended(
-        self, job: Job, attempts: Attempts, send: Send, task: "asyncio.Task[Reply]", deadline: float | None
-    ) -> list[Send] | Fail:
+        self,
+        job: Job,
+        attempts: Attempts,
+        reach: Reach,
+        send: Send,
+        task: "asyncio.Task[Reply]",
+        deadline: float | None,
+    ) -> list[Send]:
         """The next attempts after one that has ended."""
         error = task.exception()
         if isinstance(error, LostError):
@@ -215,16 +206,19 @@ class Spreader:
         if not isinstance(answer, Failed):
             if attempts.answered(send.attempt):
                 job.commit(send.part.indices, answer)
+                if job.is_cached:
+                    digests = job.digests[send.part.indices]
+                    self._planner.seen.remember(reach, digests.tolist(), send.member)
             return []
         if answer.kind in ("not ready", "dead"):
             return attempts.lost(send.attempt, await self._others(attempts, send, deadline))
         if answer.kind == "full" and answer.reason != "rate":
             alive = self._roster.alike(send.member.fingerprint)
-            refused = attempts.full(send.attempt, answer.retry_after, alive)
-            if isinstance(refused, Fail):
+            try:
+                return attempts.full(send.attempt, answer.retry_after, alive)
+            except FleetError as error:
                 # The last refusal, with the longest wait.
-                raise as_error(msgspec.structs.replace(answer, retry_after=refused.error.retry_after))
-            return refused
+                raise as_error(msgspec.structs.replace(answer, retry_after=error.retry_after)) from None
         if answer.kind == "timeout":
             raise TimeoutError
         raise as_error(renumbered(answer, send.part.indices.tolist()))
@@ -280,20 +274,10 @@ class Spreader:
             raise EngineNotReadyError("no engine is there; try again shortly") from None
 
 
-def _is_answered(task: "asyncio.Task[Reply]") -> bool:
-    return task.exception() is None and not isinstance(task.result().answer, Failed)
-
-
 def _by_one(job: Job, parts: list[Part]) -> Part:
     """A whole job for the engine with the heaviest part."""
     members = max(parts, key=lambda part: part.weight).members
     return Part(members, np.arange(len(job.digests)), int(job.tokens.sum()), is_whole=True)
-
-
-def _raised(error: FleetError, job: Job) -> Exception:
-    if error.kind == "lost" and not error.indices:
-        return EngineNotReadyError(error.message)
-    return RequestFailedError(job.deadly or error.message)
 
 
 def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
@@ -361,6 +345,8 @@ class ScoreJob:
         self._merge = Merge(len(self.documents))
         self._ranking = Merge(len(self.documents))
         self._results: list[ScoreResult] = []
+        self._is_partial = options["on_timeout"] == "partial"
+        self._arrived: dict[int, float] = {}
         self._errors: dict[int, str] = {}
         self._unscored: list[int] = []
         self._explanations: dict[int, Explanation] = {}
@@ -372,6 +358,7 @@ class ScoreJob:
             assert arrived is not None
             whole = [int(indices[i]) for i in new.indices]
             why = {int(indices[i]): each for i, each in new.result.explanations.items()}
+            self._arrived.update(zip(whole, new.result.scores, strict=True))
             arrived(whole, new.result.scores, why)
 
         return Job(
@@ -384,8 +371,7 @@ class ScoreJob:
             self.commit,
             None if arrived is None else part_arrived,
             None if self._query is None else self._query.job(),
-            # With partial results each part returns what it has.
-            needs_first=self._options["on_timeout"] == "error",
+            is_partial=self._is_partial,
         )
 
     @property
@@ -438,7 +424,11 @@ class ScoreJob:
         self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
 
     def result(self) -> ScoreResult:
-        """One score per document. The query counts once."""
+        """One score per document. The query counts once. Partial results may lack parts."""
+        if self._is_partial and len(late := self._merge.missing):
+            scores = [self._arrived.get(i, math.nan) for i in late.tolist()]
+            unscored = tuple(i for i, score in enumerate(scores) if math.isnan(score))
+            self.commit(late, Scored(ScoreResult(scores, Usage(0), 0, unscored)))
         results = self._results
         # A part that ran out of time has read no query.
         of_query = max(each.usage.query_tokens for each in results)

@@ -64,7 +64,7 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             for line in unknown:
                 log.warning("%s has unknown keys in %s; they may have no effect", name, line)
             model = replace(model, unknown_keys=unknown)
-            return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
+            return replace(model, fingerprint=identity_of(model))
         except ModelLoadError:
             raise
         except Exception as error:
@@ -271,8 +271,8 @@ _Named: TypeAlias = tuple[str, torch.Tensor]
 
 
 def identity_of(model: LoadedModel) -> str:
-    """A digest of what its embeddings are made by and compared by, the same in every process and in every
-    precision that the model may be run in. The weights must be as they were loaded."""
+    """A digest of what its embeddings or scores are made by, the same in every process and in every precision
+    that the model may be run in. The weights must be as they were loaded."""
     task = model.tasks[model.score_task]
     columns = task.head.dimensions if isinstance(task.head, FirstColumns) else None
     head = [repr(module) for module in modules_of(task.head)]

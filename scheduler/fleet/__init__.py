@@ -4,20 +4,20 @@ Pure Python and numpy, without clock, network or model. The sender of the parts 
 requests can be simulated.
 """
 
-from maxsimd.scheduler.fleet.attempts import Attempts, Fail, FleetError, Merge, RetryBudget, Send
+from maxsimd.scheduler.fleet.attempts import Attempts, FleetError, Merge, RetryBudget, Send
 from maxsimd.scheduler.fleet.members import Cell, Member, Reach, cells_of, digest_of, ranked, reach_of
-from maxsimd.scheduler.fleet.plan import Documents, Loads, Part, Seen, Split, plan
+from maxsimd.scheduler.fleet.plan import Documents, Loads, Part, Planner, Seen, Split, plan
 
 __all__ = [
     "Attempts",
     "Cell",
     "Documents",
-    "Fail",
     "FleetError",
     "Loads",
     "Member",
     "Merge",
     "Part",
+    "Planner",
     "Reach",
     "RetryBudget",
     "Seen",

@@ -1,12 +1,11 @@
 """The parts of a request from sending to answer: a state machine without clock, network or engine.
 
-Whoever sends the parts tells what became of each, and is told what to send next, or why the request fails.
-A part is done twice rather than lost: an attempt that was given up is answered in vain.
+Whoever sends the parts says what became of each, and is told what to send next. A part may be done twice, but
+is never lost: the answer to an attempt that was given up does not count.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +41,6 @@ _UNANSWERED = 4
 # Members without room that are asked.
 _REFUSALS = 2
 
-Kind = Literal["full", "lost"]
-
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -56,23 +53,14 @@ class Send:
     is_suspect: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FleetError:
-    """Why a request fails. `full`: no member has room, and one may have it in `retry_after` seconds. `lost`:
-    members died; the `indices` are the documents that may have killed them."""
+class FleetError(Exception):
+    """A request fails: the documents of these `indices` may have killed members, or no member takes a part,
+    and one may in `retry_after` seconds."""
 
-    kind: Kind
-    message: str
-    indices: tuple[int, ...] = ()
-    retry_after: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request fails, and what is under way for it is to be cancelled."""
-
-    error: FleetError
-    cancelled: tuple[int, ...]
+    def __init__(self, message: str, indices: tuple[int, ...] = (), retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.indices = indices
+        self.retry_after = retry_after
 
 
 @dataclass(slots=True)
@@ -93,143 +81,123 @@ class Attempts:
     A part whose member dies goes to another one. One that has lost two members is halved, and each half tried
     once more, alone; a half that loses its member fails the request, with a message that names its
     documents. So a document that kills engines kills three of them. A part whose member has no room goes to
-    one other member. Both count against `budget`.
+    one other member. Both count against `budget`. `alive` are the members of the request's fingerprint.
+    Methods raise FleetError where the request fails; what is under way for it counts no more.
     """
 
     def __init__(self, parts: Sequence[Part], budget: RetryBudget) -> None:
+        self._parts = parts
         self._budget = budget
         self._under_way: dict[int, tuple[_Course, Member]] = {}
-        self._waiting = [_Course(part) for part in parts]
         self._numbered = 0
-        self._error: FleetError | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether all parts are answered, or the request has failed."""
-        return self._error is not None or not (self._under_way or self._waiting)
+        return not self._under_way
 
     def begin(self) -> list[Send]:
         """The first attempts of all parts."""
         sends = []
-        while self._waiting:
-            course = self._waiting.pop()
+        for part in self._parts:
             self._budget.sent()
-            sends.append(self._send(course, course.part.members[0]))
+            sends.append(self._send(_Course(part), part.members[0]))
         return sends
 
     def answered(self, attempt: int) -> bool:
-        """An attempt was answered with scores: whether they count. They do not where another attempt took its
-        place, or the request has failed."""
-        return self._error is None and self._under_way.pop(attempt, None) is not None
+        """Ends an attempt with an answer. Returns whether that counts: not if another attempt took its place,
+        or the request has failed."""
+        return self._under_way.pop(attempt, None) is not None
 
-    def lost(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
-        """An attempt's member died, or cannot be reached; `alive` are those of the same fingerprint. Where
-        none is left but those that died with the part, whoever asks waits as long as the request may."""
-        found = self._ended(attempt)
+    def lost(self, attempt: int, alive: Sequence[Member]) -> list[Send]:
+        """An attempt's member died, or cannot be reached. If all of `alive` died with the part, the request
+        fails: callers wait for another before they ask."""
+        found = self._under_way.pop(attempt, None)
         if found is None:
             return []
         course, member = found
         course.lost.add(member.name)
-        documents = tuple(course.part.indices.tolist())
         if course.is_half:
+            documents = tuple(course.part.indices.tolist())
             message = f"three engines died while they scored {_named(documents)}; leave these out"
-            return self._fail(FleetError("lost", message, documents))
+            raise self._failed(message, documents)
         halves = [course] if len(course.lost) < _SUSPECT else _halves(course)
-        chosen = []
-        for each in halves:
-            others = [other for other in _in_turn(each.part, alive) if other.name not in each.lost]
-            if not others:
-                return self._fail(FleetError("lost", "no engine is left; try again shortly", retry_after=1.0))
-            if not self._budget.take():
-                message = "engines died, and too many requests are tried again; try again shortly"
-                return self._fail(FleetError("lost", message, retry_after=1.0))
-            chosen.append((each, others[0]))
-        return [self._send(each, other) for each, other in chosen]
+        return [self._send_elsewhere(half, alive, "engines died") for half in halves]
 
-    def unsent(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
-        """An attempt's member was gone before anything was sent to it: another takes its place. Nothing is
-        said of the part by that, and it counts for nothing."""
-        return self._elsewhere(attempt, alive, counts=False)
+    def unsent(self, attempt: int, alive: Sequence[Member]) -> list[Send]:
+        """An attempt's member was gone before anything was sent to it: another takes its place. That says
+        nothing of the part, and does not count."""
+        found = self._under_way.pop(attempt, None)
+        return [] if found is None else [self._send_elsewhere(found[0], alive, None)]
 
-    def unanswered(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
+    def unanswered(self, attempt: int, alive: Sequence[Member]) -> list[Send]:
         """An attempt's member does not answer: another takes its place, or the same once it does. Members
         stop for reasons of their own, so the part is not suspected. But it may be why they are silent, and
         fails after some attempts."""
-        return self._elsewhere(attempt, alive, counts=True)
-
-    def _elsewhere(self, attempt: int, alive: Sequence[Member], counts: bool) -> list[Send] | Fail:
-        """Sends the part of an attempt to the first of `alive`; this `counts` against the budget or not."""
-        found = self._ended(attempt)
+        found = self._under_way.pop(attempt, None)
         if found is None:
             return []
         course, _ = found
-        course.unanswered += counts
+        course.unanswered += 1
         if course.unanswered == _UNANSWERED:
-            message = "replicas did not answer while they had this request; try again shortly"
-            return self._fail(FleetError("lost", message, retry_after=1.0))
-        others = [other for other in _in_turn(course.part, alive) if other.name not in course.lost]
-        if not others:
-            return self._fail(FleetError("lost", "no engine is left; try again shortly", retry_after=1.0))
-        if counts and not self._budget.take():
-            message = "engines do not answer, and too many requests are tried again; try again shortly"
-            return self._fail(FleetError("lost", message, retry_after=1.0))
-        return [self._send(course, others[0])]
+            raise self._failed("replicas did not answer while they had this request; try again shortly")
+        return [self._send_elsewhere(course, alive, "engines do not answer")]
 
     def avoided(self, attempt: int) -> set[str]:
         """The names of those to whom the part of an attempt that has failed is not sent again."""
         found = self._under_way.get(attempt)
         return set() if found is None else {*found[0].lost, found[1].name}
 
-    def full(self, attempt: int, retry_after: float, alive: Sequence[Member]) -> list[Send] | Fail:
+    def full(self, attempt: int, retry_after: float, alive: Sequence[Member]) -> list[Send]:
         """An attempt's member has no room, and says after how many seconds it may have it."""
-        found = self._ended(attempt)
+        found = self._under_way.pop(attempt, None)
         if found is None:
             return []
         course, member = found
         course.full[member.name] = retry_after
-        avoided = {*course.lost, *course.full}
-        others = [other for other in _in_turn(course.part, alive) if other.name not in avoided]
+        others = _others(course, alive, {*course.lost, *course.full})
         if len(course.full) < _REFUSALS and others and self._budget.take():
             return [self._send(course, others[0])]
         longest = max(course.full.values())
-        return self._fail(FleetError("full", "all engines are busy; try again later", retry_after=longest))
+        raise self._failed("all engines are busy; try again later", retry_after=longest)
 
-    def _ended(self, attempt: int) -> tuple[_Course, Member] | None:
-        return None if self._error else self._under_way.pop(attempt, None)
+    def _send_elsewhere(self, course: _Course, alive: Sequence[Member], reason: str | None) -> Send:
+        """Sends a part to another member. It counts against the budget if there is a `reason`."""
+        others = _others(course, alive, course.lost)
+        if not others:
+            raise self._failed("no engine is left; try again shortly")
+        if reason is not None and not self._budget.take():
+            raise self._failed(f"{reason}, and too many requests are tried again; try again shortly")
+        return self._send(course, others[0])
 
     def _send(self, course: _Course, member: Member) -> Send:
         self._numbered += 1
         self._under_way[self._numbered] = course, member
         return Send(self._numbered, course.part, member, course.is_half)
 
-    def _fail(self, error: FleetError) -> Fail:
-        self._error = error
-        cancelled = tuple(self._under_way)
+    def _failed(self, message: str, indices: tuple[int, ...] = (), retry_after: float = 1.0) -> FleetError:
         self._under_way.clear()
-        return Fail(error, cancelled)
+        return FleetError(message, indices, retry_after)
 
 
-def _in_turn(part: Part, alive: Sequence[Member]) -> list[Member]:
+def _others(course: _Course, alive: Sequence[Member], avoided: set[str]) -> list[Member]:
     """Members that may take a part, in its order; then those that came since it was planned."""
-    by_name = {member.name: member for member in alive}
-    planned = [member for member in part.members if member.name in by_name]
-    names = {member.name for member in planned}
-    return [*planned, *(member for member in alive if member.name not in names)]
+    may_take = {each.name: each for each in alive if each.name not in avoided}
+    planned = [may_take.pop(each.name) for each in course.part.members if each.name in may_take]
+    return [*planned, *may_take.values()]
 
 
 def _halves(course: _Course) -> list[_Course]:
     """The two halves of a part, or the part itself where it is one document or its documents belong
     together."""
-    part, middle = course.part, len(course.part.indices) // 2
-    if part.is_whole:
-        return [_Course(part, set(course.lost), True)]
-    pieces: list[NDArray[np.int64]] = [each for each in np.split(part.indices, [middle]) if len(each)]
-    return [
-        _Course(
-            Part(part.members, piece, part.weight * len(piece) // len(part.indices)), set(course.lost), True
-        )
+    part, count = course.part, len(course.part.indices)
+    pieces = [part.indices] if part.is_whole else np.split(part.indices, [count // 2])
+    halves = [
+        replace(part, indices=piece, weight=part.weight * len(piece) // count)
         for piece in pieces
+        if len(piece)
     ]
+    return [_Course(half, set(course.lost), is_half=True) for half in halves]
 
 
 def _named(documents: Sequence[int]) -> str:
@@ -257,8 +225,13 @@ class Merge:
         self._scores[indices] = scores
         self._is_written[indices] = True
 
+    @property
+    def missing(self) -> NDArray[np.intp]:
+        """The documents without a score."""
+        return np.flatnonzero(~self._is_written)
+
     def result(self) -> NDArray[np.float64]:
         """The scores [N] in the request's order. Raises ValueError where one is missing."""
-        if not self._is_written.all():
-            raise ValueError(f"{np.count_nonzero(~self._is_written):,} documents have no score yet")
+        if len(self.missing):
+            raise ValueError(f"{len(self.missing):,} documents have no score yet")
         return self._scores

@@ -9,7 +9,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet.members import Digests, Member, Reach
+from maxsimd.scheduler.fleet.members import Cell, Digests, Member, Reach, reach_of
 
 Tokens = NDArray[np.int64]
 
@@ -171,6 +171,8 @@ class Loads:
         )
 
 
+# Documents that a front remembers, and seconds for which it trusts what replies said of queues.
+_REMEMBERED, _QUEUES_FOR = 200_000, 1.0
 # Weight of a cached document, relative to one that is encoded.
 _CACHED_SHARE = 0.02
 
@@ -200,3 +202,38 @@ class Seen:
         keys = zip(reach.numbers(digests).tolist(), digests.tolist(), strict=True)
         is_cached = np.fromiter((self._names.get(key) in alive for key in keys), np.bool_, len(digests))
         return np.where(is_cached, np.ceil(tokens * _CACHED_SHARE), tokens).astype(np.int64)
+
+
+class Planner:
+    """Plans one front's requests by what it knows: the load of each member, and documents that they have
+    cached. For one thread."""
+
+    def __init__(self) -> None:
+        self.loads = Loads()
+        self.seen = Seen(_REMEMBERED)
+        self._forgot = 0.0
+
+    def plan(
+        self,
+        cells: Sequence[Cell],
+        digests: Digests,
+        tokens: Tokens,
+        split: Split,
+        least_tokens: int,
+        now: float,
+        draw: int,
+        is_cached: bool = True,
+    ) -> tuple[Reach, list[Part]]:
+        """The members that a request is spread over, and its parts, see `plan`. `now` is in seconds, `draw` a
+        random number of 64 bits. With `is_cached` members look for its documents in their caches."""
+        if now > self._forgot + _QUEUES_FOR:
+            self.loads.forget_queued()
+            self._forgot = now
+        reach = reach_of(cells, self.load, draw)
+        weights = self.seen.weights(reach, digests, tokens) if is_cached else tokens
+        documents = Documents(digests, tokens, weights)
+        return reach, plan(documents, reach, self.loads.of(reach.members), split, least_tokens)
+
+    def load(self, cell: Cell) -> float:
+        """The mean load of a cell's members."""
+        return float(self.loads.of(cell.members).mean())

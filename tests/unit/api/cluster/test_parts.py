@@ -16,7 +16,8 @@ from maxsimd.api.cluster import asgi, cli, session
 from maxsimd.api.cluster.asgi import AsgiAdapter
 from maxsimd.api.cluster.config import AppConfig
 from maxsimd.api.cluster.scaling import OwnSlot, QueuedTokensPolicy
-from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.config import SetupError
+from maxsimd.api.fleet.fleet_engine import FleetEngine, check_limits
 from maxsimd.api.fleet.link import NetAddress
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.state import ServerState
@@ -96,6 +97,7 @@ async def test_requests_of_asgi_reach_the_handlers(monkeypatch: pytest.MonkeyPat
         (b"/app/rerank?a=b", "/app", "/rerank"),
         (b"/app/v1/models/a%2Fb%20c", "/app", "/v1/models/a%2Fb c"),
         (b"/application", "/app", "/application"),
+        (b"/app", "/app", "/"),
     ):
         await asked.ask(_NO_BODY, raw_path=raw, root_path=root)
         assert asked.path == path
@@ -152,10 +154,13 @@ def test_a_scorer_stays_with_its_slot_where_ranks_change() -> None:
     assert {slot.number, other.number} == {0, 1}, "of two that have one slot by chance one changes"
 
 
-async def test_limits_of_tenants_need_a_single_scorer() -> None:
+async def test_limits_of_tenants_need_a_single_scorer(caplog: pytest.LogCaptureFixture) -> None:
     roster = Roster(most=1)
     engine = FleetEngine(roster)
-    limited, unlimited = {"a": Tenant(requests_per_minute=5)}, {"a": Tenant()}
+    limited, unlimited = {"a": Tenant(weight=2, requests_per_minute=5)}, {"a": Tenant(weight=2)}
+    check_limits(limited, 1)
+    with pytest.raises(SetupError, match="'a' has limits"):
+        check_limits(limited, 2)
     engine.set_tenants(limited)
     listed = [Listed(slot, NetAddress("127.0.0.1", slot + 1, "00")) for slot in range(2)]
     given = []
@@ -163,6 +168,7 @@ async def test_limits_of_tenants_need_a_single_scorer() -> None:
         engine.set_listed(listed[:count])
         given.append(roster.tenants)
     assert given == [limited, unlimited, unlimited, limited]
+    assert "'a' has limits" in caplog.text
     await engine.stop()
 
 

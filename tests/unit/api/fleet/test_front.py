@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from maxsimd.api.answer import ApiError
-from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet import roster as roster_module
 from maxsimd.api.fleet.engine_answers import fingerprint_of
-from maxsimd.api.fleet.fleet_engine import FleetEngine, check_limits, joined, without_limits
+from maxsimd.api.fleet.fleet_engine import FleetEngine, joined
 from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress, read_message
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import ScoreJob
@@ -70,7 +69,7 @@ def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
 class StandIn:
     """Scores each document by its length; `before` runs ahead of answers to one kind of question."""
 
-    def __init__(self, path: str, before: Before = None, kind: type = wire.Score) -> None:
+    def __init__(self, path: str, before: Before = None, kind: Any = wire.Score) -> None:
         self.path = path
         self.fingerprint = "one"
         self.score_type = ScoreType.LATE_INTERACTION
@@ -99,7 +98,7 @@ class StandIn:
             facts = replace(_FACTS, score_type=self.score_type)
             config, fingerprint = EngineConfig(), self.fingerprint
             return wire.Introduction(facts=facts, config=config, tokenizer=_PLAIN, fingerprint=fingerprint)
-        if isinstance(question, wire.ClearCache):
+        if not isinstance(question, wire.EncodeQuery | wire.Score):
             await self._prepare(question)
         try:
             if isinstance(question, wire.EncodeQuery):
@@ -136,7 +135,7 @@ async def fleet(
     folder: Path,
     count: int,
     before: Before = None,
-    kind: type = wire.Score,
+    kind: Any = wire.Score,
     score_type: ScoreType = ScoreType.LATE_INTERACTION,
     timeout: float = 60.0,
     is_alone: bool = True,
@@ -156,20 +155,11 @@ async def fleet(
             await engine.die()
 
 
-@asynccontextmanager
-async def leaving(
-    folder: Path, before: Before, kind: type = wire.Score, timeout: float = 60.0
-) -> AsyncIterator[tuple[FleetEngine, Roster, list[StandIn]]]:
-    engines = [StandIn(str(folder / str(i)), before, kind) for i in range(2)]
-    await engines[0].door.open(engines[0].path)
-    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
-    front = FleetEngine(roster := Roster(listed[:1], timeout=timeout))
-    await front.start()
-    roster.set_listed(listed[1:])
-    yield front, roster, engines
-    await front.stop()
-    for engine in engines:
-        await engine.die()
+def replace_first(front: FleetEngine, engines: list[StandIn]) -> StandIn:
+    """Lists another engine, which does not listen yet, in place of the first."""
+    engines.append(StandIn(engines[0].path + "-next", engines[0]._before, engines[0]._kind))
+    front.set_listed([Listed(1, UnixAddress(engines[1].path))])
+    return engines[1]
 
 
 async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> None:
@@ -219,12 +209,35 @@ async def test_an_engine_that_restarts_clears_its_cache_first(tmp_path: Path, is
             await front.clear_cache()
         await restarting.restart()
         await until(lambda: front.size == (2, 2))
-        assert restarting.seen[0] is wire.ClearCache
+        assert restarting.seen.index(wire.ClearCache) == 1, "before it gets work"
         await front.clear_cache()
         restarting.seen.clear()
         await restarting.restart()
         await until(lambda: wire.Introduce in restarting.seen)
         assert wire.ClearCache not in restarting.seen
+
+
+async def test_an_engine_that_connects_learns_what_changes_meanwhile(tmp_path: Path) -> None:
+    told, clearing = list[object](), list[asyncio.Task[None]]()
+
+    async def change(engine: StandIn, question: Any) -> None:
+        if isinstance(question, wire.ClearCache):
+            await until(lambda: engine.seen.count(wire.ClearCache) > 1)
+            front.set_tenants({"a": Tenant(weight=2)})
+            return
+        told.append(question.tenants)
+        if not clearing:
+            clearing.append(asyncio.create_task(front.clear_cache()))
+            await until(lambda: wire.ClearCache in engine.seen)
+
+    async with fleet(tmp_path, 1) as (front, (engine,)):
+        await engine.die()
+        await until(lambda: not front.is_healthy)
+        engine._before, engine._kind, engine.seen = change, wire.ClearCache | wire.SetTenants, []
+        await engine.restart()
+        await until(lambda: front.is_healthy and bool(told))
+        assert told[-1] == {"a": Tenant(weight=2)}
+        await clearing[0]
 
 
 async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> None:
@@ -280,12 +293,13 @@ async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> No
         if engine is engines[0]:
             await asyncio.sleep(100)
 
-    async with leaving(tmp_path, wait, wire.ClearCache, 0.3) as (front, _, engines):
+    async with fleet(tmp_path, 1, wait, wire.ClearCache, timeout=0.3) as (front, engines):
+        other = replace_first(front, engines)
         with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
             await front.clear_cache()
         engines[0].answers.clear()
         asking = asyncio.create_task(front.score("q", ["abc"]))
-        await engines[1].door.open(engines[1].path)
+        await other.door.open(other.path)
         assert (await asyncio.wait_for(asking, 60)).scores == [3.0]
 
 
@@ -339,9 +353,10 @@ async def test_parts_without_time_count_no_query() -> None:
 
 
 def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
-    def of(facts: dict[str, Any] | None = None, **options: Any) -> str:
-        stated = replace(_FACTS, **(facts or {}))
-        return fingerprint_of(cast("Engine", SimpleNamespace(facts=stated, config=EngineConfig(**options))))
+    def of(facts: dict[str, Any] | None = None, weights: str = "w", **options: Any) -> str:
+        stated, model = replace(_FACTS, **(facts or {})), SimpleNamespace(fingerprint=weights)
+        engine = SimpleNamespace(facts=stated, model=model, config=EngineConfig(**options))
+        return fingerprint_of(cast("Engine", engine))
 
     scored = {
         "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
@@ -349,7 +364,8 @@ def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
         "compress_ratio": 2, "compress_layers": "3", "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0",
         "cache_precision": "int8", "dimensions": 8, "score_label": "yes",
     }  # fmt: skip
-    fingerprints = [of(), of({"precision": "bfloat16"}), *(of(**{name: scored[name]}) for name in scored)]
+    fingerprints = [of(), of({"precision": "bfloat16"}), of(weights="v")]
+    fingerprints += [of(**{name: value}) for name, value in scored.items()]
     assert len(set(fingerprints)) == len(fingerprints)
     assert of() == of(threads=3, max_batch_tokens=99, cache_mb=7, device="cpu", max_wait_seconds=1.0)
     assert of() == of({"device": "cuda:1", "findings": ("1.4e-07",), "step_tokens": 1_024})
@@ -409,6 +425,32 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
             await asking
         await until(lambda: sum(len(engine.asked) - engine.cancelled for engine in engines) == 1)
 
+    async def refuse_query(engine: StandIn, question: wire.EncodeQuery) -> None:
+        raise errors.InvalidRequestError("queries[0] is not good", "queries")
+
+    async with fleet(tmp_path, 3, refuse_query, wire.EncodeQuery) as (front, engines):
+        with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] is not good$"):
+            await front.score("q", _documents(60))
+        assert [engine.asked for engine in engines] == [[], [], []]
+
+
+async def test_a_stream_gives_what_comes_and_then_the_rest_but_for_what_is_late(tmp_path: Path) -> None:
+    async def hang(engine: StandIn, question: Any) -> None:
+        if isinstance(question, wire.Rank) or (question.run.timeout and engine is engines[1]):
+            await asyncio.sleep(100)
+
+    async with fleet(tmp_path, 3, hang, wire.Score | wire.Rank) as (front, engines):
+        documents = _documents(60)
+        for timeout in (None, 0.2):
+            async with front.stream("q", documents, timeout=timeout, on_timeout="partial") as stream:
+                given = [one async for new in stream for one in new]
+            assert all(one.score == float(len(documents[one.index])) for one in given)
+            assert sorted([*(one.index for one in given), *stream.result.unscored]) == list(range(60))
+            late = engines[1].asked[-1].documents[1:] if timeout else []
+            assert [documents[i] for i in stream.result.unscored] == late
+        ranked = await front.rerank("q", documents, timeout=0.2, on_timeout="partial", explain=True)
+        assert (ranked.results, ranked.unscored) == ([], tuple(range(60)))
+
 
 async def test_a_request_that_cannot_be_sent_fails(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (front, engines):
@@ -428,23 +470,24 @@ async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> N
         asked.set()
         await may_answer.wait()
 
-    async with leaving(tmp_path, wait) as (front, roster, engines):
+    async with fleet(tmp_path, 1, wait) as (front, engines):
+        other, roster = replace_first(front, engines), front._roster
         await asyncio.sleep(0.05)
         assert front.is_healthy
         first = asyncio.create_task(front.score("q", ["abc"], timeout=60))
         await asked.wait()
-        await engines[1].door.open(engines[1].path)
+        await other.door.open(other.path)
         while [member.slot for member in roster.members] != [1]:
             assert front.is_healthy
             await asyncio.sleep(0)
         second = asyncio.create_task(front.score("q", ["ab"], timeout=60))
-        await until(lambda: bool(engines[1].asked))
+        await until(lambda: bool(other.asked))
         may_answer.set()
         assert (await first).scores == [3.0], "it answers what it was asked"
         assert (await second).scores == [2.0]
         assert [len(engine.asked) for engine in engines] == [1, 1]
         await asyncio.wait_for(engines[0].door.until_left(), 120)
-        roster.set_listed([Listed(7, UnixAddress(engines[1].path))])
+        roster.set_listed([Listed(7, UnixAddress(other.path))])
         assert [member.slot for member in roster.members] == [7]
 
 
@@ -535,26 +578,10 @@ async def test_scores_of_two_models_are_never_mixed(tmp_path: Path) -> None:
         assert len(engines[0].asked) == asked
 
 
-async def test_a_stream_gives_what_comes_and_then_the_rest(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 2) as (front, _):
-        documents = _documents(60)
-        given: list[int] = []
-        async with front.stream("q", documents) as stream:
-            async for new in stream:
-                given += [one.index for one in new]
-                assert all(one.score == float(len(documents[one.index])) for one in new)
-        assert sorted(given) == list(range(60))
-        assert stream.result.scores == [float(len(text)) for text in documents]
-
-
-def _num_encoded(engines: list[StandIn]) -> list[int]:
-    return [len(engine.encoded) for engine in engines]
-
-
 async def test_a_query_is_encoded_once_where_there_are_parts(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3) as (front, engines):
         result = await front.score("q", _documents(60), instruction="find it")
-        assert sorted(_num_encoded(engines)) == [0, 0, 1]
+        assert sorted([len(engine.encoded) for engine in engines]) == [0, 0, 1]
         (encoder,) = [engine for engine in engines if engine.encoded]
         assert (encoder.encoded[0].query, encoder.encoded[0].instruction) == ("q", "find it")
         asked = [question for engine in engines for question in engine.asked]
@@ -571,7 +598,7 @@ async def test_a_query_is_encoded_once_where_there_are_parts(tmp_path: Path) -> 
     async with fleet(tmp_path, 3) as (front, engines):
         await front.score("q", ["a", "b"], instruction="find it")
         await front.score(np.ones((2, 4), np.float32), _documents(60))
-        assert _num_encoded(engines) == [0, 0, 0]
+        assert [len(engine.encoded) for engine in engines] == [0, 0, 0]
         questions = [question for engine in engines for question in engine.asked]
         (small,) = [question for question in questions if len(question.documents) == 2]
         assert (small.queries, small.instruction) == (["q"], "find it")
@@ -586,24 +613,13 @@ async def test_where_the_encoding_engine_dies_three_try(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3, deadly, wire.EncodeQuery) as (front, engines):
         documents = _documents(60)
         assert (await front.score("q", documents)).scores == [float(len(text)) for text in documents]
-        assert sum(_num_encoded(engines)) == 2
+        assert sum([len(engine.encoded) for engine in engines]) == 2
         assert not died[0].asked
     deaths: list[StandIn] = []
     async with fleet(tmp_path, 2, _deadly(deaths, most=9), wire.EncodeQuery) as (front, _):
         with pytest.raises(errors.RequestFailedError, match="while they encoded the query"):
             await front.score("q", _documents(60))
         assert len(deaths) == 3
-
-
-async def test_an_error_of_the_query_comes_before_any_part(tmp_path: Path) -> None:
-    async def refuse(engine: StandIn, question: wire.EncodeQuery) -> None:
-        raise errors.InvalidRequestError("queries[0] is not good", "queries")
-
-    async with fleet(tmp_path, 3, refuse, wire.EncodeQuery) as (front, engines):
-        with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] is not good$") as refused:
-            await front.score("q", _documents(60))
-        assert refused.value.param == "queries"
-        assert [engine.asked for engine in engines] == [[], [], []]
 
 
 async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> None:
@@ -617,7 +633,7 @@ async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> N
         with pytest.raises(errors.RequestTimeoutError, match=r"not done within 0\.2 seconds"):
             await front.score("q", _documents(60), timeout=0.2)
         asking = asyncio.create_task(front.score("q", _documents(60)))
-        await until(lambda: sum(_num_encoded(engines)) == 2)
+        await until(lambda: sum([len(engine.encoded) for engine in engines]) == 2)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
@@ -684,13 +700,3 @@ def test_pages_of_metrics_are_one() -> None:
         "# TYPE b gauge",
         'b{front="1"} 1.0',
     ]
-
-
-def test_limits_of_tenants_need_one_replica(caplog: pytest.LogCaptureFixture) -> None:
-    tenants = {"a": Tenant(weight=2.0, requests_per_minute=5), "b": Tenant(weight=3.0)}
-    check_limits(tenants, 1)
-    with pytest.raises(SetupError, match="'a' has limits"):
-        check_limits(tenants, 2)
-    assert without_limits(tenants, 1) == tenants
-    assert without_limits(tenants, 2) == {"a": Tenant(weight=2.0), "b": Tenant(weight=3.0)}
-    assert "'a' has limits" in caplog.text
