@@ -73,8 +73,8 @@ def _serve(arguments: Sequence[str], special: bool) -> list[str]:
     pytest.importorskip("ray")
     from maxsimd.api.cluster.config import RAYS_OWN
 
-    options = {argument.partition("=")[0] for argument in arguments}
-    if special or options & {"--" + name.replace("_", "-") for name in RAYS_OWN}:
+    options = {each.removeprefix("--").partition("=")[0].replace("-", "_") for each in arguments}
+    if special or options & RAYS_OWN:
         pytest.skip("connections and processes are Ray's own there")
     return ["cluster", "serve", *arguments, "--replicas", "2"]
 
