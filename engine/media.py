@@ -11,7 +11,7 @@ import ctypes
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from hashlib import sha256
@@ -42,7 +42,7 @@ _MOST_READS = 500_000
 _OF_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
 
 
-def check_file(data: bytes, check_size: Callable[[tuple[int, int]], None]) -> None:
+def _check_file(data: bytes, limits: "PictureLimits") -> None:
     """Refuses files that cost far more to unpack than their bytes and pixels justify. Raises PictureError."""
     if data[:2] == b"\xff\xd8":
         # Compressed data has no such bytes; previews may have some.
@@ -53,18 +53,17 @@ def check_file(data: bytes, check_size: Callable[[tuple[int, int]], None]) -> No
     elif data[:4] == b"RIFF" and data[12:16] == b"VP8X":
         # Opening it allocates the whole canvas.
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
-        check_size((width, height))
+        limits.check_size((width, height))
 
 
 def _check_png(data: bytes) -> None:
-    at, others, once = 8, 0, dict.fromkeys(_ONCE, 0)
+    at, others, seen = 8, 0, set[bytes]()
     while at + 8 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         others += kind not in _OF_PIXELS
-        if kind in once:
-            once[kind] += 1
-        if others > _MOST_CHUNKS or max(once.values()) > 1:
+        if others > _MOST_CHUNKS or (kind in _ONCE and kind in seen):
             raise PictureError("has too many chunks for a PNG; save it anew, without what is no picture")
+        seen.add(kind)
         at += 12 + length
 
 
@@ -85,6 +84,10 @@ class Picture:
     """Read-only pixels in RGB, uint8 [height, width, 3], upright and without transparency."""
 
     pixels: NDArray[np.uint8]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
 
     @property
     def width(self) -> int:
@@ -112,60 +115,30 @@ _INTERFACE = 0x0209
 _PARTS, _HEAD = 12, 8
 
 
-class _Features(ctypes.Structure):
-    _fields_ = (
-        ("width", ctypes.c_int),
-        ("height", ctypes.c_int),
-        ("has_alpha", ctypes.c_int),
-        ("has_animation", ctypes.c_int),
-        ("format", ctypes.c_int),
-        ("others", ctypes.c_uint32 * 5),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class WebpHeader:
-    """Width and height in pixels, whether pixels may be transparent, and whether there is just one frame."""
-
-    size: tuple[int, int]
-    has_alpha: bool
-    is_still: bool
-
-
-def header_of(data: bytes) -> WebpHeader | None:
-    """Returns None if the library is missing or cannot read the file."""
-    library = _library()
-    features = _Features()
+def still_webp(data: bytes, limits: "PictureLimits") -> Any:
+    """Decodes a WebP picture without animation to a Pillow image, while other threads run. Returns None if
+    Pillow must open the file, or tell why it cannot. Raises PictureError if it is too large."""
+    library = _library() if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+    # Width, height, whether pixels may be transparent, whether it is an animation, and six numbers more.
+    features = (ctypes.c_int * 10)()
     if library is None or library.WebPGetFeaturesInternal(data, len(data), features, _INTERFACE) != 0:
         return None
-    size = features.width, features.height
-    return WebpHeader(size, bool(features.has_alpha), not features.has_animation)
-
-
-def rgba_of(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8] | None:
-    """Returns the pixels [height, width, 4] of a file with one frame; None if the library is missing or
-    cannot decode it, which Pillow then explains."""
-    library = _library()
-    if library is None:
+    width, height, has_alpha, is_animation, *_ = features
+    if is_animation:
         return None
-    width, height = size
+    limits.check_size((width, height))
     pixels = np.empty((height, width, 4), dtype=np.uint8)
-    made = library.WebPDecodeRGBAInto(data, len(data), pixels.ctypes.data, pixels.nbytes, 4 * width)
-    return pixels if made else None
-
-
-def exif_of(data: bytes) -> bytes | None:
+    if not library.WebPDecodeRGBAInto(data, len(data), pixels.ctypes.data, pixels.nbytes, 4 * width):
+        return None
+    image = _pillow_of_four(pixels, "RGBA" if has_alpha else "RGB")
     at = _PARTS
     while at + _HEAD <= len(data):
         length = int.from_bytes(data[at + 4 : at + _HEAD], "little")
         if data[at : at + 4] == b"EXIF":
-            return data[at + _HEAD : at + _HEAD + length]
+            image.info["exif"] = data[at + _HEAD : at + _HEAD + length]
+            break
         at += _HEAD + length + length % 2
-    return None
-
-
-def is_available() -> bool:
-    return _library() is not None
+    return image
 
 
 @cache
@@ -187,7 +160,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     decode.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     decode.restype = ctypes.c_void_p
-    look.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.POINTER(_Features), ctypes.c_int)
+    look.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
     look.restype = ctypes.c_int
     return library
 
@@ -248,9 +221,9 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
             f"has {len(data):,} bytes, but may have {limits.file_bytes:,}; send a smaller file"
         )
     pillow = _pillow()
-    check_file(data, limits.check_size)
+    _check_file(data, limits)
     try:
-        if (still := _still_webp(data, limits)) is not None:
+        if (still := still_webp(data, limits)) is not None:
             return _picture(still, None)
         with pillow.open(_FewReads(data), formats=FORMATS) as image:
             limits.check_size(image.size)
@@ -304,28 +277,12 @@ def _pillow() -> ModuleType:
 
     for name in FORMATS:
         import_module(f"PIL.{name.capitalize() if name != 'WEBP' else 'WebP'}ImagePlugin")
-    is_available()
+    _library()
     # Pillow holds Python's lock while it allocates. Large blocks come from the system and need no clearing.
     import_module("PIL._imaging").set_block_size(_BLOCK_BYTES)
     # Pillow warns of odd tags and quotes them.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return PIL.Image
-
-
-def _still_webp(data: bytes, limits: PictureLimits) -> Any:
-    """Decodes a WebP picture without animation; None if Pillow must open it."""
-    header = header_of(data) if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
-    if header is None or not header.is_still:
-        return None
-    limits.check_size(header.size)
-    rgba = rgba_of(data, header.size)
-    if rgba is None:
-        return None
-    image = _pillow_of_four(rgba, "RGBA" if header.has_alpha else "RGB")
-    exif = exif_of(data)
-    if exif is not None:
-        image.info["exif"] = exif
-    return image
 
 
 def _check_at_once(image: Any) -> None:
@@ -337,7 +294,7 @@ def _check_at_once(image: Any) -> None:
         )
     if image.format == "WEBP" and width * height > _MOST_AT_ONCE:
         is_still = getattr(image, "n_frames", 1) == 1
-        if is_available() or not is_still:
+        if _library() is not None or not is_still:
             raise PictureError(
                 f"is an animation of {width:,} x {height:,} pixels, but as WebP may have {_MOST_AT_ONCE:,}, "
                 "or it is damaged; send a still picture"
@@ -367,7 +324,7 @@ def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
         return Picture(_of_sixteen_bits(np.asarray(image), image.info.get("transparency")))
     if image.mode == "F":
         raise PictureError("has floating-point pixels; send one with 8 or 16 bits a channel")
-    pixels = array_of(image)
+    pixels = _array_of(image)
     if box is not None:
         pixels = pixels.copy()
         left, upper, right, lower = box
@@ -375,13 +332,15 @@ def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
     return Picture(pixels)
 
 
-def array_of(image: Any) -> NDArray[np.uint8]:
+def _array_of(image: Any) -> NDArray[np.uint8]:
     """Returns pixels [height, width, 3] in RGB, on white, strip by strip: other threads run in between."""
     width, height = image.size
     if width * height <= _STRIP_PIXELS:
         return np.asarray(_in_rgb(image))
     pixels = np.empty((height, width, 3), dtype=np.uint8)
-    for top, bottom in strips(width, height):
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(height, top + rows)
         pixels[top:bottom] = np.asarray(_in_rgb(image.crop((0, top, width, bottom))))
     return pixels
 
@@ -408,13 +367,6 @@ def _make_room(image: Any) -> None:
     width, height = image.size
     if width * height > _STRIP_PIXELS and image.format in _READ_AT_ONCE:
         image.im = _pillow().new(image.mode, (1, 1)).im.crop((0, 0, width, height))
-
-
-def strips(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """Yields the first row, and the one after the last, of each strip."""
-    rows = max(1, _STRIP_PIXELS // width)
-    for top in range(0, height, rows):
-        yield top, min(height, top + rows)
 
 
 def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.uint8]:
@@ -467,8 +419,13 @@ def bytes_of_base64(text: str, most_bytes: int, start: int = 0) -> bytes:
     if 3 * (len(text) - start) // 4 > most_bytes + most_bytes // 16 + 64:
         raise PictureError(f"has more than {most_bytes:,} bytes; send a smaller file")
     try:
-        plain = _plain(text, start).rstrip(b"=")
-        data = _decoded(plain + b"=" * (-len(plain) % 4), b"-_" if b"-" in plain or b"_" in plain else None)
+        # In pieces, so that other threads run in between.
+        pieces = (text[at : at + _PIECE] for at in range(start, len(text), _PIECE))
+        plain = b"".join(piece.translate(_SPACE).encode("ascii") for piece in pieces).rstrip(b"=")
+        plain += b"=" * (-len(plain) % 4)
+        altchars = b"-_" if b"-" in plain or b"_" in plain else None
+        parts = (plain[at : at + _PIECE] for at in range(0, len(plain), _PIECE))
+        data = b"".join(base64.b64decode(part, altchars, validate=True) for part in parts)
     except (UnicodeEncodeError, binascii.Error):
         raise PictureError("is no base64; encode the file's bytes") from None
     if not data:
@@ -476,21 +433,6 @@ def bytes_of_base64(text: str, most_bytes: int, start: int = 0) -> bytes:
     if len(data) > most_bytes:
         raise PictureError(f"has {len(data):,} bytes, but may have {most_bytes:,}; send a smaller file")
     return data
-
-
-def _plain(text: str, start: int) -> bytes:
-    plain = bytearray()
-    for first in range(start, len(text), _PIECE):
-        plain += text[first : first + _PIECE].translate(_SPACE).encode("ascii")
-    return bytes(plain)
-
-
-def _decoded(plain: bytes, altchars: bytes | None) -> bytes:
-    """Decodes in pieces, so that other threads run in between. Raises binascii.Error."""
-    data = bytearray()
-    for first in range(0, len(plain), _PIECE):
-        data += base64.b64decode(plain[first : first + _PIECE], altchars=altchars, validate=True)
-    return bytes(data)
 
 
 # Pages are drawn with this resolution: an A4 page has 1240 x 1754 pixels.
