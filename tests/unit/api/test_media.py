@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from maxsimd.api.media import bytes_of_local_file
-from maxsimd.api.media.fetching import MediaFetcher, is_public
+from maxsimd.api.media import MediaFetcher, bytes_of_local_file, is_public
 from maxsimd.engine.media import PictureError
 
 MOST = 1_000
