@@ -14,7 +14,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 # Tests that do not look into a text.
 _OF_TYPE = frozenset({"defined", "iterable", "mapping", "none", "string", "undefined"})
 # Fields of a message or one of its parts that a condition may read.
-_KINDS = frozenset({"role", "type"})
+_FIELDS = ("role", "type")
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
 _NOT_HELD = (
@@ -105,8 +105,8 @@ class ScoreTemplate:
             return None
         frames = []
         for segment in rendered:
-            before, *after = [part.replace(_QUERY, query) for part in segment.split(_DOCUMENT)]
-            frames.append(Frame(before, after[0] if after else None))
+            before, found, after = (part.replace(_QUERY, query) for part in segment.partition(_DOCUMENT))
+            frames.append(Frame(before, after if found else None))
         return frames
 
     def written(self, query: str, document: str, instruction: str | None) -> list[str]:
@@ -145,28 +145,26 @@ class ScoreTemplate:
         if instruction:
             contents = {"system": (instruction,), **contents}
         messages = [{"role": role, "content": self._content(parts)} for role, parts in contents.items()]
-        texts = {
-            "query": self._joined(query),
-            "document": self._joined(document),
-            "instruction": instruction,
-        }
-        if self.by_messages:
-            texts = {}
+        texts = {name: self._joined(parts) for name, parts in (("query", query), ("document", document))}
+        named = {} if self.by_messages else {**texts, "instruction": instruction}
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            rendered, _ = render_jinja_template([messages], chat_template=segment, **texts, **self.variables)
+            rendered, _ = render_jinja_template([messages], chat_template=segment, **named, **self.variables)
         except Exception as error:
             raise ModelLoadError(f"the score template cannot be rendered: {error}") from error
         return str(rendered[0])
 
     def _content(self, parts: Sequence[str | None]) -> Any:
-        if not self.in_parts:
-            return self._joined(parts)
-        return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+        return _in_parts(parts) if self.in_parts else self._joined(parts)
 
     def _joined(self, parts: Sequence[str | None]) -> str:
         return "".join(self.picture if part is None else part for part in parts)
+
+
+def _in_parts(parts: Sequence[str | None]) -> list[dict[str, str]]:
+    """Texts, and for each None a picture, as parts of a message."""
+    return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
 
 
 def score_template_file(config: EngineConfig) -> Path | None:
@@ -197,112 +195,85 @@ def _is_plain(segment: str) -> bool:
         tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(segment)
     except TemplateSyntaxError:  # tags that only transformers knows
         return False
+    # The names that may come to hold a text.
     stored = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
-    return _writes_as_is(tree, {"query", "document", "messages", *stored})
-
-
-def _writes_as_is(node: Any, texts: set[str]) -> bool:
-    """Whether a node of a template can neither change a text nor do one thing or another by a look at it;
-    `texts` are the names that may come to hold one."""
-    from jinja2 import nodes
-
-    match node:
-        case nodes.Filter(name="default"):
-            given = [isinstance(each, nodes.Const) for each in node.args]
-            # A second argument would replace empty texts too.
-            return given == [True] and not node.kwargs and _writes_as_is(node.node, texts)
-        case nodes.Filter():
-            return _chooses(node)
-        case nodes.Getitem():
-            # A number chooses a message, and of a text would choose a character.
-            is_name = isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
-            of_messages = isinstance(node.arg, nodes.Const) and _is_messages(node.node)
-            return (is_name or of_messages) and _writes_as_is(node.node, texts)
-        case nodes.If():
-            parts = [*node.body, *node.elif_, *node.else_]
-            return _is_blind(node.test, texts) and all(_writes_as_is(each, texts) for each in parts)
-        case nodes.CondExpr():
-            parts = [each for each in (node.expr1, node.expr2) if each is not None]
-            return _is_blind(node.test, texts) and all(_writes_as_is(each, texts) for each in parts)
-        case nodes.For():
-            parts = [*node.body, *node.else_]
-            over_messages = _is_messages(node.iter) or _chooses(node.iter)
-            is_blind = node.test is None or _is_blind(node.test, texts)
-            return over_messages and is_blind and all(_writes_as_is(each, texts) for each in parts)
-    allowed = (
+    texts = {"query", "document", "messages", *stored}
+    passing = (
         *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr),
         *(nodes.Assign, nodes.Concat, nodes.Add, nodes.Break, nodes.Continue),
     )
-    return isinstance(node, allowed) and all(_writes_as_is(each, texts) for each in node.iter_child_nodes())
 
+    def writes_as_is(node: Any) -> bool:
+        """Whether a node can neither change a text nor do one thing or another by a look at it."""
+        match node:
+            case nodes.Filter(name="default"):
+                # A second argument would replace empty texts too.
+                is_for_undefined = [type(each) for each in node.args] == [nodes.Const] and not node.kwargs
+                return is_for_undefined and writes_as_is(node.node)
+            case nodes.Filter():
+                return picks(node)
+            case nodes.Getitem(arg=nodes.Const(value=key)):
+                # A number picks a message, and of a text would pick a character.
+                return (isinstance(key, str) or is_messages(node.node)) and writes_as_is(node.node)
+            case nodes.If():
+                return is_blind(node.test) and all(map(writes_as_is, [*node.body, *node.elif_, *node.else_]))
+            case nodes.CondExpr():
+                parts = [each for each in (node.expr1, node.expr2) if each is not None]
+                return is_blind(node.test) and all(map(writes_as_is, parts))
+            case nodes.For():
+                over_messages = is_messages(node.iter) or picks(node.iter)
+                is_whole = node.test is None or is_blind(node.test)
+                return over_messages and is_whole and all(map(writes_as_is, [*node.body, *node.else_]))
+        return isinstance(node, passing) and all(map(writes_as_is, node.iter_child_nodes()))
 
-def _is_messages(node: Any) -> bool:
-    from jinja2 import nodes
+    def is_messages(node: Any) -> bool:
+        return isinstance(node, nodes.Name) and node.name == "messages"
 
-    return isinstance(node, nodes.Name) and node.name == "messages"
+    def picks(node: Any) -> bool:
+        """Whether a chain of filters picks messages, or one field of them; the last may pick one."""
+        is_last = True
+        while isinstance(node, nodes.Filter):
+            match node.name:
+                case "map":
+                    keeps = not node.args and all(each.key == "attribute" for each in node.kwargs)
+                case "selectattr" | "rejectattr":
+                    keeps = any(getattr(field, "value", None) in _FIELDS for field in node.args[:1])
+                case "first" | "last":
+                    keeps = is_last
+                case name:
+                    keeps = name == "list"
+            if not keeps:
+                return False
+            node, is_last = node.node, False
+        return not is_last and is_messages(node)
 
+    def is_blind(test: Any) -> bool:
+        """Whether a condition has the same outcome for all texts."""
+        match test:
+            case nodes.And() | nodes.Or():
+                return is_blind(test.left) and is_blind(test.right)
+            case nodes.Not():
+                return is_blind(test.node)
+            case nodes.Test():
+                return test.name in _OF_TYPE and not test.args
+            case nodes.Compare():
+                return all(map(is_kind, [test.expr, *(each.expr for each in test.ops)]))
+            case nodes.Getattr(node=nodes.Name(name="loop")):
+                return True
+            case nodes.Name():
+                return test.name not in texts
+        return isinstance(test, nodes.Const)
 
-def _chooses(node: Any) -> bool:
-    """Whether a filter, with those before it, picks messages, or one field of one of them."""
-    from jinja2 import nodes
+    def is_kind(compared: Any) -> bool:
+        """Whether what is compared is a constant, or the role or type of a message."""
+        match compared:
+            case nodes.List() | nodes.Tuple():
+                return all(isinstance(each, nodes.Const) for each in compared.items)
+            case nodes.Getattr(attr=key) | nodes.Getitem(arg=nodes.Const(value=key)):
+                return key in _FIELDS
+        return isinstance(compared, nodes.Const)
 
-    match node:
-        case nodes.Filter(name="selectattr" | "rejectattr"):
-            asked = [each.value for each in node.args if isinstance(each, nodes.Const)]
-            return (
-                bool(asked) and asked[0] in _KINDS and (_is_messages(node.node) or _chooses_many(node.node))
-            )
-        case nodes.Filter(name="first" | "last"):
-            return _is_messages(node.node) or _chooses_many(node.node)
-    return _chooses_many(node)
-
-
-def _chooses_many(node: Any) -> bool:
-    from jinja2 import nodes
-
-    match node:
-        case nodes.Filter(name="map"):
-            by_field = not node.args and all(each.key == "attribute" for each in node.kwargs)
-            return by_field and (_is_messages(node.node) or _chooses_many(node.node))
-        case nodes.Filter(name="selectattr" | "rejectattr"):
-            return _chooses(node)
-        case nodes.Filter(name="list"):
-            return _is_messages(node.node) or _chooses_many(node.node)
-    return False
-
-
-def _is_blind(test: Any, texts: set[str]) -> bool:
-    """Whether a condition has the same outcome for all texts."""
-    from jinja2 import nodes
-
-    match test:
-        case nodes.And() | nodes.Or():
-            return _is_blind(test.left, texts) and _is_blind(test.right, texts)
-        case nodes.Not():
-            return _is_blind(test.node, texts)
-        case nodes.Test():
-            return test.name in _OF_TYPE and not test.args
-        case nodes.Compare():
-            return all(map(_is_kind, [test.expr, *(each.expr for each in test.ops)]))
-        case nodes.Getattr(node=nodes.Name(name="loop")):
-            return True
-        case nodes.Name():
-            return test.name not in texts
-    return isinstance(test, nodes.Const)
-
-
-def _is_kind(compared: Any) -> bool:
-    """Whether what is compared is a constant, or the role or type of a message."""
-    from jinja2 import nodes
-
-    match compared:
-        case nodes.List() | nodes.Tuple():
-            return all(isinstance(each, nodes.Const) for each in compared.items)
-        case nodes.Getattr():
-            return compared.attr in _KINDS
-        case nodes.Getitem():
-            return isinstance(compared.arg, nodes.Const) and compared.arg.value in _KINDS
-    return isinstance(compared, nodes.Const)
+    return writes_as_is(tree)
 
 
 # In place of a text while a template is rendered, from Unicode's private use area.
@@ -364,16 +335,14 @@ class ChatRole:
 
     def content(self, parts: Sequence[str | None], prompt: str) -> str:
         """Renders a query or a document of texts and, for each None, a picture."""
-        return self._rendered(
-            [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts], prompt
-        )
+        return self._rendered(_in_parts(parts), prompt)
 
     def conversation(self, messages: Sequence[dict[str, str]], **options: bool) -> str:
         """Renders messages of "role" and "content". Raises InvalidRequestError where the template takes no
         such messages."""
         in_parts = self._formatter.message_format != "flat"
         given = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]} if in_parts else message
+            {**message, "content": _in_parts([message["content"]])} if in_parts else message
             for message in messages
         ]
         try:
@@ -385,7 +354,7 @@ class ChatRole:
             ) from None
 
     def _rendered_around(self, prompt: str) -> tuple[str, str]:
-        rendered = self._rendered([{"type": "text", "text": _TEXT}], prompt)
+        rendered = self._rendered(_in_parts([_TEXT]), prompt)
         if rendered.count(_TEXT) != 1:
             raise ModelLoadError(f"the chat template writes a text {rendered.count(_TEXT)} times, not once")
         before, after = rendered.split(_TEXT)
