@@ -1,22 +1,31 @@
 """Loads cross-encoders: `*ForSequenceClassification` checkpoints, as CrossEncoder saves them or plain, and
-encoders whose pooled vector a Dense module scores."""
+encoders whose pooled vector a Dense module scores. Beside them, rerankers that answer with a word: language
+models, and encoder-decoders such as monoT5 and mT5 (Nogueira et al. 2020, arXiv 2003.06713)."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Dense
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer.modules import Pooling
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutput
 
 from maxsimd.engine.checkpoint.encoders import SCORES, pooling_of, split_modules
-from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
-from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
+from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings, names_of
+from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead, TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task, is_causal
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
-from maxsimd.engine.checkpoint.reference import ClassifierReference, ModulesReference
+from maxsimd.engine.checkpoint.reference import (
+    ClassifierReference,
+    FirstWordReference,
+    ModulesReference,
+    WordLogitsReference,
+)
 from maxsimd.engine.checkpoint.settings import (
     Truncating,
     read_text_settings,
@@ -24,11 +33,14 @@ from maxsimd.engine.checkpoint.settings import (
     stated_activation,
 )
 from maxsimd.engine.checkpoint.templates import ScoreTemplate
+from maxsimd.engine.checkpoint.visual_loaders import with_pictures
 from maxsimd.engine.checkpoint.weights import refuse_modules_not_finite
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.ops.qkv import QKV
 from maxsimd.pooling.methods import METHODS
 
 log = logging.getLogger(__name__)
+_NEWLINE = "{{ '\\n' }}"
 
 
 def load_cross_encoder(
@@ -71,7 +83,7 @@ def _parts(
     labels: tuple[str, ...],
     config: Any,
 ) -> dict[str, Any]:
-    template, prompt = prompted(encoder, given or template_of(encoder[0]))
+    template, prompt = _prompted(encoder, given or _template_of(encoder[0]))
     sigmoid = len(labels) == 1 or config.problem_type == "multi_label_classification"
     reader: Reader = LibraryReader(encoder)
     if given is not None and template is not None:
@@ -82,16 +94,20 @@ def _parts(
         "score_task": "classify",
         "query": RoleRules(prompt),
         "text": RoleRules(prompt),
-        "prompts": {name: each for name, each in encoder.prompts.items() if each},
+        "prompts": _prompts(encoder),
         "activation": encoder.activation_fn,
         "probabilities": torch.sigmoid if sigmoid else torch.nn.Softmax(dim=-1),
         "labels": labels,
-        "pairs": PairRules(truncation_of(path, encoder[0]), template),
+        "pairs": PairRules(_truncation_of(path, encoder[0]), template),
         "reader": reader,
     }
 
 
-def prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
+def _prompts(encoder: CrossEncoder) -> dict[str, str]:
+    return {name: prompt for name, prompt in encoder.prompts.items() if prompt}
+
+
+def _prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
     """The template with the prompt that a CrossEncoder uses by default as its instruction, where
     sentence-transformers makes messages of a pair; else the prompt, which stands before the query."""
     prompt = encoder.prompts.get(encoder.default_prompt_name) or ""
@@ -130,11 +146,11 @@ def _scored_by_modules(
     return parts | {"backbone": transformer.auto_model}
 
 
-def truncation_of(path: str, transformer: Any) -> Truncating:
+def _truncation_of(path: str, transformer: Any) -> Truncating:
     return read_text_settings(path, transformer, in_pairs=True).truncation or "longest_first"
 
 
-def template_of(transformer: Any) -> ScoreTemplate | None:
+def _template_of(transformer: Any) -> ScoreTemplate | None:
     settings = dict((transformer.processing_kwargs or {}).get("chat_template") or {})
     restores_end = settings.pop("restore_suffix", True) is not False
     name = settings.pop("chat_template", None)
@@ -166,3 +182,339 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
     return {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """The question of a published reranker and the score of its answer, from its model card.
+
+    The score is logit(`true`) - logit(`false`), or logit(`true`) alone, with `activation` on it. `named`
+    is in the names of checkpoints of the family. Models with wider states than `widest` answer otherwise."""
+
+    example: str
+    named: str
+    segments: tuple[str, ...]
+    true: str
+    false: str | None
+    activation: torch.nn.Module
+    instruction: str | None = None
+    widest: int | None = None
+
+    @property
+    def words(self) -> list[str]:
+        return [self.true] if self.false is None else [self.true, self.false]
+
+    @property
+    def answers(self) -> str:
+        return " or ".join(self.words)
+
+
+# By architecture, because a bare checkpoint says no more about itself. The wording is that of the model
+# cards: with another one, scores would differ.
+FAMILIES = {
+    "Qwen3ForCausalLM": Family(
+        example="Qwen/Qwen3-Reranker-0.6B",
+        named="qwen3reranker",
+        segments=(
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+            'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+            "<|im_start|>user" + _NEWLINE,
+            "<Instruct>: {{ instruction }}\n<Query>: {{ query }}\n<Document>: {{ document }}",
+            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n" + _NEWLINE,
+        ),
+        true="yes",
+        false="no",
+        activation=torch.nn.Sigmoid(),
+        instruction="Given a web search query, retrieve relevant passages that answer the query",
+    ),
+    "Qwen2ForCausalLM": Family(
+        example="mixedbread-ai/mxbai-rerank-base-v2",
+        named="mxbairerank",
+        segments=(
+            "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+            "<|im_end|>\n<|im_start|>user" + _NEWLINE,
+            "{% if instruction %}instruction: {{ instruction }}{{ '\\n' }}{% endif %}query: {{ query }}",
+            _NEWLINE,
+            "document: {{ document }}",
+            _NEWLINE,
+            "You are a search relevance expert who evaluates how well documents match search queries. For "
+            "each query-document pair, carefully analyze the semantic relationship between them, then "
+            "provide your binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",
+            "<|im_end|>\n<|im_start|>assistant" + _NEWLINE,
+        ),
+        true="1",
+        false="0",
+        activation=torch.nn.Identity(),
+    ),
+    "GemmaForCausalLM": Family(
+        example="BAAI/bge-reranker-v2-gemma",
+        named="bgererankerv2gemma",
+        segments=(
+            "{{ bos_token }}",
+            "A: {{ query }}",
+            _NEWLINE,
+            "B: {{ document }}",
+            _NEWLINE,
+            "{{ instruction }}",
+        ),
+        true="Yes",
+        false=None,
+        activation=torch.nn.Identity(),
+        instruction="Given a query A and a passage B, determine whether the passage contains an answer to "
+        "the query by providing a prediction of either 'Yes' or 'No'.",
+    ),
+    # The words are pygaggle's (pygaggle/rerank/transformer.py), where larger mT5s have others.
+    # The score is the logarithm of the probability of the true word, of the two.
+    "T5ForConditionalGeneration": Family(
+        example="castorini/monot5-base-msmarco",
+        named="monot5",
+        segments=("Query: {{ query }} Document: {{ document }} Relevant:",),
+        true="\u2581true",
+        false="\u2581false",
+        activation=torch.nn.LogSigmoid(),
+    ),
+    "MT5ForConditionalGeneration": Family(
+        example="unicamp-dl/mt5-base-mmarco-v2",
+        named="marco",
+        segments=("Query: {{ query }} Document: {{ document }} Relevant:",),
+        true="\u2581yes",
+        false="\u2581no",
+        activation=torch.nn.LogSigmoid(),
+        widest=1024,
+    ),
+}
+
+
+def load_language_model(
+    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Reads a `*ForCausalLM` served as `name`: a `CrossEncoder` save by its own settings, a bare one by its
+    family's model card."""
+    if files.modules:
+        return _load_saved(path, files, template, options)
+    return _load_bare(name, path, files, template, options)
+
+
+def _load_saved(
+    path: str, files: CheckpointFiles, given: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    activation = stated_activation(path, files, options["trust_remote_code"])
+    encoder = CrossEncoder(path, **options)
+    transformer, *after = list(encoder)
+    if len(after) != 1 or not isinstance(after[0], LogitScore):
+        names = ", ".join(type(module).__name__ for module in after) or "nothing"
+        raise ModelLoadError(f"{path!r} has {names} after its language model; a LogitScore is supported")
+    read, made = after[0].module_input_name, transformer.module_output_name
+    if read != made:
+        raise ModelLoadError(
+            f"the LogitScore of {path!r} sets module_input_name to {read!r}, and module_output_name in its "
+            f"sentence_bert_config.json is {made!r}; they must be the same"
+        )
+    words = [after[0].true_token_id]
+    if after[0].false_token_id is not None:
+        words.append(after[0].false_token_id)
+    if not all(type(each) is int and each >= 0 for each in words):
+        raise ModelLoadError(
+            f"the LogitScore of {path!r} has {words} as true_token_id and false_token_id; give token ids"
+        )
+    template, prompt = _prompted(encoder, given or _template_of(transformer))
+    if template is None:
+        raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
+    parts = _answering(transformer.auto_model, transformer.tokenizer, words) | {
+        "query": RoleRules(prompt),
+        "prompts": _prompts(encoder),
+        "activation": activation or encoder.activation_fn,
+        "pairs": PairRules(_truncation_of(path, transformer), template),
+        "reader": LibraryReader(encoder, can_score=False)
+        if given is None
+        else TemplateReader(transformer.tokenizer, template),
+    }
+    return with_pictures(path, transformer, parts)
+
+
+def _load_bare(
+    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    family = FAMILIES.get(files.architecture)
+    if family is None and template is None:
+        raise ModelLoadError(
+            f"{path!r} is a {files.architecture} and says neither how it is asked nor how it answers: "
+            "give score_template, whose answers are taken to be yes and no, or name a model of a known "
+            "family: " + ", ".join(family.example for family in FAMILIES.values())
+        )
+    if family is not None and template is None:
+        if files.config.get("auto_map"):
+            raise ModelLoadError(
+                f"{path!r} comes with code of its own, which may ask and score otherwise than that of "
+                f"{family.example}; name a version with sentence-transformers' modules, or give "
+                f"score_template if it answers {family.answers}"
+            )
+        _say_family(name, files, family)
+    model, tokenizer = _read_bare(path, AutoModelForCausalLM, options)
+    if template is None:
+        assert family is not None
+        variables = special_tokens(tokenizer)
+        template = ScoreTemplate(family.segments, family.instruction, variables, source=family.example)
+    words = ["yes", "no"] if family is None else family.words
+    return _answering(model, tokenizer, [_token_id(tokenizer, word, path) for word in words]) | {
+        "activation": torch.nn.Sigmoid() if family is None else family.activation,
+        "pairs": PairRules("only_second", template),
+        "reader": TemplateReader(tokenizer, template),
+    }
+
+
+def _read_bare(path: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
+    tokenizer = AutoTokenizer.from_pretrained(path, **common)
+    model = kind.from_pretrained(path, **common, **options["model_kwargs"])
+    return model.to(options["device"]).eval(), tokenizer
+
+
+def _answering(model: Any, tokenizer: Any, words: list[int]) -> dict[str, Any]:
+    """The parts of a language model whose answer is scored by one or two words, as token ids."""
+    names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
+    head = TokenLogitsHead(model, words, names)
+    reference = WordLogitsReference(model, tokenizer, head.output)
+    return {
+        "backbone": model.base_model,
+        "tokenizer": tokenizer,
+        "tasks": {"classify": Task("last", head, 1, False, reference)},
+        "score_task": "classify",
+        "labels": (names[0],),
+    }
+
+
+def _say_family(name: str, files: CheckpointFiles, family: Family) -> None:
+    """Logs which published reranker a checkpoint is taken for, as a warning if neither its name says so, nor
+    that of its base, nor the title of its README.md. Nothing else tells such rerankers from others."""
+    if family.named in names_of(name, files.config.get("_name_or_path")):
+        log.info("%s is asked as %s is, and answers %s", name, family.example, family.answers)
+        return
+    log.warning(
+        "%s is taken for %s by its architecture. If it is asked otherwise, give score_template; if it "
+        "answers otherwise than by %s, its scores are wrong",
+        *(name, family.example, family.answers),
+    )
+
+
+def _token_id(tokenizer: Any, word: str, path: str) -> int:
+    """The id of a word of an answer. Raises ModelLoadError where it is no token."""
+    found = tokenizer.convert_tokens_to_ids(word)
+    if found is None or found == tokenizer.unk_token_id:
+        raise ModelLoadError(f"the tokenizer of {path!r} has no token {word!r} to take the score from")
+    return int(found)
+
+
+class AnsweringDecoder(torch.nn.Module):
+    """A T5 with its decoder's first step: the decoder's state, from which the logits of the first word of an
+    answer are made, stands in the first row of each sequence in place of the encoder's, and so is pooled as
+    a first token is.
+
+    In a packed step, all sequences' decoders run together, one row per sequence, and attend to the encoder's
+    rows of their own sequence as the first row of one."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model.encoder
+        self.decoder = model.decoder
+        self.config = model.encoder.config
+        self._start = int(model.config.decoder_start_token_id)
+        scaled = getattr(model.config, "scale_decoder_outputs", False)
+        self._scale = model.config.d_model**-0.5 if scaled else 1.0
+
+    def get_input_embeddings(self) -> Any:
+        return self.encoder.get_input_embeddings()
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Sets it for the encoder; the decoder has its own way for packed steps."""
+        self.encoder.set_attn_implementation(name)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        step_attention: Any = None,
+        **others: Any,
+    ) -> BaseModelOutput:
+        """The states [n, tokens, hidden] of token ids [n, tokens], or [1, rows, hidden] of a packed step."""
+        options = {} if step_attention is None else {"step_attention": step_attention}
+        encoded = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **options)
+        states = encoded.last_hidden_state.clone()
+        if step_attention is None:
+            starts = torch.full((len(input_ids), 1), self._start, device=input_ids.device)
+            decoded = self.decoder(
+                input_ids=starts,
+                encoder_hidden_states=encoded.last_hidden_state,
+                encoder_attention_mask=attention_mask,
+                use_cache=False,
+            )
+            states[:, 0] = decoded.last_hidden_state[:, 0] * self._scale
+        else:
+            first = step_attention.metadata.first_of_each
+            states[0, first] = self._decoded(encoded.last_hidden_state, first, step_attention) * self._scale
+        return BaseModelOutput(last_hidden_state=states)
+
+    def _decoded(self, encoded: torch.Tensor, first: torch.Tensor, step_attention: Any) -> torch.Tensor:
+        """The decoder's states [sequences, hidden] behind its start, for packed rows [1, rows, hidden] of
+        which those in `first` are the first of a sequence."""
+        start = torch.full_like(first, self._start)
+        states = self.decoder.embed_tokens(start)[None]  # [1, sequences, hidden]
+        for block in self.decoder.block:
+            alone, cross, feed_forward = block.layer
+            # A token that sees itself alone gives its own value, whatever its position.
+            states = states + alone.SelfAttention.o(alone.SelfAttention.v(alone.layer_norm(states)))
+            attention = cross.EncDecAttention
+            queries = encoded.new_zeros(encoded.shape[1], attention.inner_dim)
+            queries[first] = attention.q(cross.layer_norm(states))[0]
+            query, key, value = (
+                rows.unflatten(-1, (attention.n_heads, -1)).transpose(0, 1)
+                for rows in (queries, attention.k(encoded)[0], attention.v(encoded)[0])
+            )
+            qkv = QKV(query, key, value, attention.scaling)
+            attended = step_attention.backend.first_rows(qkv, step_attention.metadata)[first]
+            states = feed_forward(states + attention.o(attended.flatten(1)[None]))
+        decoded: torch.Tensor = self.decoder.final_layer_norm(states)[0]
+        return decoded
+
+
+def load_encoder_decoder(
+    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Reads a `T5ForConditionalGeneration` or `MT5ForConditionalGeneration`, to be scored as pygaggle's
+    `MonoT5`."""
+    family = FAMILIES[files.architecture]
+    model, tokenizer = _read_bare(path, AutoModelForSeq2SeqLM, options)
+    if model.config.decoder_start_token_id is None:
+        raise ModelLoadError(f"{path!r} has no decoder_start_token_id in its config; set it (T5's is 0)")
+    if family.widest is not None and model.config.d_model > family.widest:
+        raise ModelLoadError(
+            f"{path!r} is wider than the rerankers that answer {family.answers}, such as {family.example}; "
+            "published ones of its size answer with other words, which are not served"
+        )
+    if template is None:
+        _say_family(name, files, family)
+    words = [_token_id(tokenizer, word, path) for word in family.words]
+    if template is None:
+        leading, trailing = ids_around(tokenizer)
+        if leading:
+            raise ModelLoadError(f"the tokenizer of {path!r} puts tokens before a text; T5's do not")
+        template = ScoreTemplate(family.segments, trailing_ids=trailing, source=family.example)
+    # Before the reference, which leaves only the rows of the two words in the model's output layer.
+    head = TokenLogitsHead(model, words, family.words)
+    return {
+        "backbone": AnsweringDecoder(model),
+        "tokenizer": tokenizer,
+        "tasks": {"classify": Task("cls", head, 1, False, FirstWordReference(model, tokenizer, head.output))},
+        "score_task": "classify",
+        "activation": family.activation,
+        "labels": (family.true,),
+        "pairs": PairRules("only_second", template),
+        "reader": TemplateReader(tokenizer, template),
+    }
+
+
+def ids_around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a tokenizer puts before and behind every text."""
+    bare, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    first = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return tuple(whole[:first]), tuple(whole[first + len(bare) :])

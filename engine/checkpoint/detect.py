@@ -53,14 +53,15 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
     if isinstance(first, str) and not any(name.split(".")[0] in _HEADS for name in names):
         return files
     found = _class_of(files.config, names)
-    if found is None:
-        said: dict[str, Any] = {"architectures": [named]} if isinstance(named, str) and named else {}
-    else:
-        said = {"architectures": [type(found).__name__]}
-        if type(found).__name__.endswith(_CLASSIFIER) and files.config_at_root:
-            said |= _labels(model, revision, found, names, files.config)
-    if not said or (isinstance(first, str) and not said["architectures"][0].endswith(_CLASSIFIER)):
+    architecture = type(found).__name__ if found is not None else named
+    if not isinstance(architecture, str) or not architecture:
         return files
+    is_classifier = architecture.endswith(_CLASSIFIER)
+    if isinstance(first, str) and not is_classifier:
+        return files
+    said: dict[str, Any] = {"architectures": [architecture]}
+    if found is not None and is_classifier and files.config_at_root:
+        said |= _labels(model, revision, found, names, files.config)
     return replace(files, config=files.config | said, is_restated=files.config_at_root)
 
 
@@ -93,24 +94,19 @@ def _class_of(config: dict[str, Any], names: Set[str]) -> Any:
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     # Encoders are found as causal models too, so those come later.
-    kinds = [
-        "AutoModelForSequenceClassification",
-        "AutoModelForMaskedLM",
-        "AutoModelForCausalLM",
-        "AutoModel",
-    ]
+    kinds = ["ForSequenceClassification", "ForMaskedLM", "ForCausalLM", ""]
     if not names:
-        kinds = [kinds[0], kinds[-1]] if any(key in config for key in _OF_CLASSIFIERS) else kinds[-1:]
-    for name in kinds:
+        kinds = [kinds[0], ""] if any(key in config for key in _OF_CLASSIFIERS) else [""]
+    for kind in kinds:
         try:
             settings = {key: value for key, value in config.items() if key != "architectures"}
             settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(settings)
             settings.num_labels = _LABELS
             with torch.device("meta"):
-                built = getattr(transformers, name).from_config(settings)
+                built = getattr(transformers, f"AutoModel{kind}").from_config(settings)
         except Exception:  # transformers has none
             continue
-        if name == "AutoModel" or not names or _has_head(built, names):
+        if not kind or not names or _has_head(built, names):
             return built
     return None
 
@@ -121,11 +117,8 @@ def _has_head(model: Any, names: Set[str]) -> bool:
     if model.base_model is model:
         return False
     prefix = f"{model.base_model_prefix}."
-    needed = {
-        name
-        for name in model.state_dict()
-        if not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
-    }
+    pooler = f"{prefix}pooler."
+    needed = {name for name in model.state_dict() if not name.startswith(prefix) or name.startswith(pooler)}
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         needed -= set(model._tied_weights_keys or ())
     # Old files name norms as TensorFlow did.
@@ -147,11 +140,9 @@ def _labels(
 
 
 # Keys of config_sentence_transformers.json that PyLate alone writes.
-_OF_PYLATE = frozenset(
-    {
-        *("query_prefix", "document_prefix", "attend_to_expansion_tokens", "do_query_expansion"),
-        *("skiplist_words", "query_length", "document_length"),
-    }
+_OF_PYLATE = (
+    *("document_prefix", "attend_to_expansion_tokens", "do_query_expansion"),
+    *("skiplist_words", "query_length", "document_length"),
 )
 
 
@@ -164,17 +155,12 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
         return ScoreType.LATE_INTERACTION
     if is_sparse(files):
         return ScoreType.SPARSE
-    classifies = files.architecture.endswith(_CLASSIFIER) and not _pools(files)
+    classifies = files.architecture.endswith(_CLASSIFIER) and not _has_module(files, ".Pooling")
     answers = is_language_model(files) or files.architecture in ENCODER_DECODERS
     answers = (answers and not files.modules) or files.architecture == JINA_M0
     if files.sentence_transformers.get("model_type") == "CrossEncoder" or classifies or answers:
         return ScoreType.CROSS_ENCODER
     return ScoreType.BI_ENCODER
-
-
-def _pools(files: CheckpointFiles) -> bool:
-    """Whether the checkpoint's modules make embeddings, whatever its config names."""
-    return any(str(module.get("type", "")).endswith(".Pooling") for module in files.modules)
 
 
 def is_late_interaction(files: CheckpointFiles) -> bool:
@@ -186,22 +172,20 @@ def saved_for_late_interaction(files: CheckpointFiles) -> bool:
     """Whether sentence-transformers or PyLate saved the checkpoint for late interaction. Early PyLate saves
     have no model_type, but settings and modules of their own."""
     settings = files.sentence_transformers
-    return (
-        settings.get("model_type") in ("MultiVectorEncoder", "ColBERT")
-        or "query_prefix" in settings
-        or ("model_type" not in settings and _is_of_pylate(files))
-    )
-
-
-def _is_of_pylate(files: CheckpointFiles) -> bool:
+    if "query_prefix" in settings or "model_type" in settings:
+        return "query_prefix" in settings or settings["model_type"] in ("MultiVectorEncoder", "ColBERT")
     of_pylate = any(str(module.get("type", "")).startswith("pylate.") for module in files.modules)
-    return of_pylate or not _OF_PYLATE.isdisjoint(files.sentence_transformers)
+    return of_pylate or not settings.keys().isdisjoint(_OF_PYLATE)
 
 
 def is_sparse(files: CheckpointFiles) -> bool:
-    if files.sentence_transformers.get("model_type") == "SparseEncoder":
-        return True
-    return any(str(module.get("type", "")).endswith("SpladePooling") for module in files.modules)
+    is_saved = files.sentence_transformers.get("model_type") == "SparseEncoder"
+    return is_saved or _has_module(files, "SpladePooling")
+
+
+def _has_module(files: CheckpointFiles, ending: str) -> bool:
+    """Whether sentence-transformers' modules have one whose type has this ending."""
+    return any(str(module.get("type", "")).endswith(ending) for module in files.modules)
 
 
 def weighs_words(files: CheckpointFiles) -> bool:
@@ -216,13 +200,13 @@ def is_visual(files: CheckpointFiles) -> bool:
 
 def answers_in_words(files: CheckpointFiles) -> bool:
     """Whether the checkpoint is scored by the logits of words with which it answers about a pair."""
-    return any(str(module.get("type", "")).endswith("LogitScore") for module in files.modules)
+    return _has_module(files, "LogitScore")
 
 
 def scores_pooled(files: CheckpointFiles) -> bool:
     """Whether the checkpoint is a CrossEncoder that scores the pooled vector of a pair by modules."""
-    pools = any(str(module.get("type", "")).endswith(".Pooling") for module in files.modules)
-    return pools and files.sentence_transformers.get("model_type") == "CrossEncoder"
+    is_saved = files.sentence_transformers.get("model_type") == "CrossEncoder"
+    return is_saved and _has_module(files, ".Pooling")
 
 
 def is_language_model(files: CheckpointFiles) -> bool:
@@ -233,24 +217,16 @@ def is_language_model(files: CheckpointFiles) -> bool:
 _BOTH_WAYS = "bidirec"
 
 
-def says_both_ways(files: CheckpointFiles) -> bool:
+def says_both_ways(config: dict[str, Any]) -> bool:
     """Whether a checkpoint's config says that it reads in both directions, by a field or by the name of the
     class that it is run by."""
-    return config_says_both_ways(files.config)
-
-
-def config_says_both_ways(config: dict[str, Any]) -> bool:
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         return True
-    return any(_BOTH_WAYS in name.lower() for name in (str(config.get("model_type")), *_classes(config)))
-
-
-def _classes(config: dict[str, Any]) -> list[str]:
     named, mapped = config.get("architectures"), config.get("auto_map")
-    names = [str(name) for name in named] if isinstance(named, list) else []
+    names = [config.get("model_type"), *(named if isinstance(named, list) else [])]
     if isinstance(mapped, dict):
-        names += [str(name) for kind, name in mapped.items() if str(kind).startswith("AutoModel")]
-    return names
+        names += [name for kind, name in mapped.items() if str(kind).startswith("AutoModel")]
+    return any(_BOTH_WAYS in str(name).lower() for name in names)
 
 
 BI, CROSS, LATE = "bi-encoder", "cross-encoder", "late-interaction"

@@ -50,12 +50,7 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
             f"the last module of {path!r} sets module_output_name to {made!r}; for embeddings "
             f'"{_POOLED}" is supported'
         )
-    if transformer.query_expansion is not None:
-        raise ModelLoadError(
-            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
-            "remove it"
-        )
-    settings = read_text_settings(path, transformer)
+    rules = _rules(path, model, transformer, pool_prompt=pooling.include_prompt)
     refuse_modules_not_finite(path, list(model)[1:])
     dense = [module for module in after if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else pooling.get_embedding_dimension()
@@ -71,24 +66,44 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
         tasks["token_embed"] = _of_tokens(transformer, dense)
     elif late:
         raise ModelLoadError(f"{path!r} cannot use late interaction: {obstacle}; use score_type bi-encoder")
-    prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
-    document = prompt_of_documents(path, model.prompts)
-    lengths = [settings.length(each) for each in (transformer.query_length, transformer.document_length)]
-    rules: dict[str, Any] = {"pool_prompt": pooling.include_prompt}
-    own_limit = with_limit(transformer.tokenizer, *lengths)
-    parts = {
+    parts = rules | {
         "backbone": transformer.auto_model,
         "tokenizer": transformer.tokenizer,
         "tasks": tasks,
         "score_task": "token_embed" if late else "embed",
-        "query": RoleRules(prompts.get("query", ""), max_tokens=lengths[0], **rules),
-        "document": RoleRules(document, max_tokens=lengths[1], **rules),
-        "text": RoleRules(prompts.get(model.default_prompt_name or "", ""), max_tokens=own_limit, **rules),
         "similarity": "maxsim" if late else model.similarity_fn_name,
-        "prompts": prompts,
         "reader": LibraryReader(model, leaves_prompt_out=not pooling.include_prompt, can_score=not late),
     }
     return with_pictures(path, transformer, parts)
+
+
+def _rules(
+    path: str, model: Any, transformer: Any, looked_up: frozenset[Role] = frozenset(), **others: Any
+) -> dict[str, Any]:
+    """The prompts, and the rules for texts in all roles. Texts that are `looked_up` have no length of their
+    own. Raises ModelLoadError for settings that are not supported."""
+    if transformer.query_expansion is not None:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
+            "remove it"
+        )
+    settings = read_text_settings(path, transformer)
+    own = {Role.QUERY: transformer.query_length, Role.DOCUMENT: transformer.document_length}
+    lengths = [None if role in looked_up else settings.length(length) for role, length in own.items()]
+    prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
+    named = {
+        Role.QUERY: (prompts.get("query", ""), lengths[0]),
+        Role.DOCUMENT: (prompt_of_documents(path, model.prompts), lengths[1]),
+        Role.TEXT: (
+            prompts.get(model.default_prompt_name or "", ""),
+            with_limit(transformer.tokenizer, *lengths),
+        ),
+    }
+    rules = {
+        role.value: RoleRules(prompt, max_tokens=length, pool_specials=role not in looked_up, **others)
+        for role, (prompt, length) in named.items()
+    }
+    return {"prompts": prompts, **rules}
 
 
 def split_modules(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
@@ -174,14 +189,12 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
     projection = [module for module in rest if isinstance(module, Dense | Normalize)]
     poolings = [module for module in rest if isinstance(module, HierarchicalTokenPooling)]
-    supported = [*masks, *projection, *poolings]
-    other = [type(module).__name__ for module in rest if module not in supported]
-    if len(masks) > 1:
-        other += [type(module).__name__ for module in masks]
-    if poolings and (len(poolings) > 1 or rest[-1] is not poolings[0]):
-        other = [type(module).__name__ for module in poolings]
+    other = [module for module in rest if module not in [*masks[:1], *projection, *poolings]]
+    if poolings and rest[-1] is not poolings[0]:  # several, or one that others follow
+        other = poolings
     if other:
-        raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
+        names = ", ".join(type(module).__name__ for module in other)
+        raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
     dense = [module for module in projection if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
     normalized = ends_normalized(projection)
@@ -189,9 +202,7 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
     tokenizer = transformer.tokenizer
     head = ModuleHead(projection, "token_embeddings")
     reference = ModulesReference([transformer, *projection], tokenizer, "token_embeddings")
-    document_prompt = next(
-        (model.prompts[name] for name in ("document", "passage", "corpus") if name in model.prompts), ""
-    )
+    skipped = _skipped(mask, "document", len(tokenizer))
     query = _query_rules(
         transformer, settings, model.prompts.get("query") or "", _skipped(mask, "query", len(tokenizer))
     )
@@ -205,15 +216,13 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
         "score_task": "token_embed",
         "query": query,
         "document": RoleRules(
-            prompt=document_prompt or "",
-            max_tokens=document_length,
-            skipped_ids=_skipped(mask, "document", len(tokenizer)),
+            prompt_of_documents(path, model.prompts), max_tokens=document_length, skipped_ids=skipped
         ),
         # sentence-transformers takes the skip list of documents for texts without a role.
         "text": RoleRules(
             model.prompts.get(model.default_prompt_name or "") or "",
             max_tokens=own_limit,
-            skipped_ids=_skipped(mask, "document", len(tokenizer)),
+            skipped_ids=skipped,
         ),
         "similarity": model.similarity_fn_name,
         "prompts": {name: text for name, text in model.prompts.items() if text},
@@ -288,15 +297,9 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
     def __init__(self, model: Any, *, twice: bool, most: int | None) -> None:
         super().__init__()
         backbone = model.base_model
-        untie(model, backbone)
-        # A shallow copy shares every weight but has a module table of its own.
-        words: Any = copy.copy(model)
-        words._modules = dict(model._modules)
+        _untie(model, backbone)
         self._rows = GivenRows(None)
-        words._modules[model.base_model_prefix] = self._rows
-        for module in words._modules.values():
-            module.float()
-        self.words = words
+        self.words = self._rows.in_place_of_backbone(model)
         self.most = most
         self._twice = twice
         device = next(backbone.parameters()).device
@@ -305,13 +308,8 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
             self.num_words = self.forward(torch.zeros(1, hidden, device=device, dtype=torch.float32)).shape[1]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
         input_ids = torch.ones(len(rows), 1, dtype=torch.long, device=rows.device)
-        try:
-            logits: torch.Tensor = self.words(input_ids=input_ids).logits
-        finally:
-            self._rows.rows = None
-        return logits[:, 0].float()  # [n, words]
+        return self._rows.logits(self.words, input_ids, rows[:, None, :])[:, 0]  # [n, words]
 
     def weights(self, numbers: torch.Tensor) -> torch.Tensor:
         weights = numbers.relu().log1p()
@@ -328,7 +326,7 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
         return f"the head of {type(self.words).__name__} and {logarithm}{most}"
 
 
-def untie(model: Any, backbone: torch.nn.Module) -> None:
+def _untie(model: Any, backbone: torch.nn.Module) -> None:
     """Gives modules behind a backbone their own copies of weights that they share with it, because these may
     come to be in another precision."""
     shared = {id(parameter) for parameter in backbone.parameters()}
@@ -341,12 +339,6 @@ def untie(model: Any, backbone: torch.nn.Module) -> None:
                 module._parameters[name] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
 
 
-_SIMILARITIES = {
-    "dot": "sparse",
-    "cosine": "sparse-cosine",
-    "euclidean": "sparse-euclidean",
-    "manhattan": "sparse-manhattan",
-}
 _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 
@@ -355,25 +347,12 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
     of the greatest weights."""
     model = SparseEncoder(path, **options).eval()
     (transformer, pooling), static, roles = _taken_apart(path, list(model))
-    if transformer.query_expansion is not None:
-        raise ModelLoadError(
-            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
-            "remove it"
-        )
     if "message" in transformer.modality_config:
         raise ModelLoadError(
             f"sentence_bert_config.json of {path!r} names a chat template, which is not supported "
             'for sparse encoders; remove "message" from its modality_config'
         )
-    settings = read_text_settings(path, transformer)
-    lengths = [
-        None if role in roles else settings.length(length)
-        for role, length in (
-            (Role.QUERY, transformer.query_length),
-            (Role.DOCUMENT, transformer.document_length),
-        )
-    ]
-    own_limit = with_limit(transformer.tokenizer, *lengths)
+    rules = _rules(path, model, transformer, looked_up=roles)
     head = MaskedWordsHead(
         transformer.auto_model,
         twice=pooling.activation_function == "log1p_relu",
@@ -384,23 +363,14 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         _check_static(path, static, transformer, head)
         head.look_up(static.weight, roles)
     reference = ModulesReference([transformer, pooling], transformer.tokenizer, "sentence_embedding")
-    method = f"{pooling.pooling_strategy}-words"
+    method, similarity = f"{pooling.pooling_strategy}-words", model.similarity_fn_name
     task = Task(method, head, COLUMNS, normalized=False, reference=reference, words=head.num_words)
-    prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
-    document = prompt_of_documents(path, model.prompts)
-    of_text = prompts.get(model.default_prompt_name or "", "")
-    return {
+    return rules | {
         "backbone": transformer.auto_model.base_model,
         "tokenizer": transformer.tokenizer,
         "tasks": {SPARSE_EMBED: task},
         "score_task": SPARSE_EMBED,
-        "query": RoleRules(
-            prompts.get("query", ""), max_tokens=lengths[0], pool_specials=Role.QUERY not in roles
-        ),
-        "document": RoleRules(document, max_tokens=lengths[1], pool_specials=Role.DOCUMENT not in roles),
-        "text": RoleRules(of_text, max_tokens=own_limit, pool_specials=Role.TEXT not in roles),
-        "similarity": _SIMILARITIES[model.similarity_fn_name],
-        "prompts": prompts,
+        "similarity": "sparse" if similarity == "dot" else f"sparse-{similarity}",
         "reader": LibraryReader(model),
     }
 

@@ -19,7 +19,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from maxsimd.engine.checkpoint.detect import config_says_both_ways
+from maxsimd.engine.checkpoint.detect import says_both_ways
 from maxsimd.engine.checkpoint.translate import write_modules
 from maxsimd.engine.checkpoint.weights import StoredWeights
 from maxsimd.engine.errors import ModelLoadError
@@ -415,7 +415,7 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
 def _check_beside(file: GgufFile) -> None:
     """Raises ModelLoadError if the config.json beside the file says what a GGUF file cannot say."""
     beside = file.path.parent / "config.json"
-    if beside.is_file() and config_says_both_ways(json.loads(beside.read_text(encoding="utf-8"))):
+    if beside.is_file() and says_both_ways(json.loads(beside.read_text(encoding="utf-8"))):
         raise ModelLoadError(
             f"the config.json beside {file.path} says that the model reads in both directions, which is not "
             "carried out for GGUF files; name the model in safetensors"

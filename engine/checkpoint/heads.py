@@ -130,18 +130,8 @@ class ClassifierHead:
     one token, so that everything that the family does after its backbone is done here too."""
 
     def __init__(self, model: Any) -> None:
-        prefix = model.base_model_prefix
-        backbone = model.base_model
-        # A shallow copy shares every weight but has a module table of its own.
-        self.model = copy.copy(model)
-        self.model._modules = dict(model._modules)
-        pooler = _pooler_of(backbone)
-        output_type = getattr(model, "output_type", None)
-        self._rows = GivenRows(pooler.float() if pooler is not None else None, output_type)
-        self.model._modules[prefix] = self._rows
-        for name, module in self.model._modules.items():
-            if name != prefix and module is not None:
-                module.float()
+        self._rows = GivenRows(_pooler_of(model.base_model), getattr(model, "output_type", None))
+        self.model = self._rows.in_place_of_backbone(model)
         self.pad_id: int | None = getattr(model.config.get_text_config(), "pad_token_id", None)
         if self.pad_id is None:
             # Families that look for the last token refuse several rows where there is no padding token.
@@ -167,26 +157,16 @@ class ClassifierHead:
             device = next(self.model.parameters()).device
             ids = torch.tensor([[self._token_id, self._token_id, self.pad_id]], device=device)
             # OPT's states may be narrower.
-            hidden = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
-            rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
-                device
-            )
-            return torch.allclose(self._logits(ids, rows[None]), self._by_model(rows)[1:2], atol=1e-5)
+            rows = _random_rows(3, getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+            rows = rows.to(device)
+            logits = self._rows.logits(self.model, ids, rows[None])
+            return torch.allclose(logits, self._by_model(rows)[1:2], atol=1e-5)
         except Exception:  # the family's classifier takes something else, or its states have no one width
             return False
 
     def _by_model(self, rows: torch.Tensor) -> torch.Tensor:
         ids = torch.full((len(rows), 1), self._token_id, device=rows.device)
-        return self._logits(ids, rows[:, None, :])  # [n, labels]
-
-    def _logits(self, input_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Maps hidden states [n, tokens, hidden] to logits [n, labels]."""
-        self._rows.rows = rows
-        try:
-            logits: torch.Tensor = self.model(input_ids=input_ids).logits
-        finally:
-            self._rows.rows = None
-        return logits.float()
+        return self._rows.logits(self.model, ids, rows[:, None, :])  # [n, labels]
 
     def _in_short(self, rows: torch.Tensor) -> torch.Tensor:
         """The family's pooler and classifier one after the other, without the rest of the model's code, which
@@ -202,10 +182,7 @@ class ClassifierHead:
         weights = [] if classifier is None else list(classifier.parameters())
         if not weights or weights[0].device.type != "cpu" or self.model.training:
             return False
-        hidden = self.model.config.get_text_config().hidden_size
-        rows = torch.randn(
-            _TRIED_ROWS, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32
-        )
+        rows = _random_rows(_TRIED_ROWS, self.model.config.get_text_config().hidden_size)
         try:
             with torch.inference_mode():
                 return torch.equal(self._in_short(rows), self._by_model(rows))
@@ -216,28 +193,40 @@ class ClassifierHead:
         return f"the head of {type(self.model).__name__}"
 
 
+def _random_rows(count: int, hidden: int) -> torch.Tensor:
+    return torch.randn(count, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A linear layer of these weights, in float32."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().float(), requires_grad=False)
+    return linear
+
+
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """The logits, kept within `softcap` by a tanh where there is one."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
 class TokenLogitsHead(torch.nn.Module):
     """The logits of one or two words, from their rows of a language model's output matrix and no others.
 
     Two words give logit(first) - logit(second), whose sigmoid is the softmax over the two; one gives its
     logit."""
 
-    def __init__(self, model: Any, words: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(self, model: Any, words: list[int], names: Sequence[str]) -> None:
         super().__init__()
         output = model.get_output_embeddings()
-        index = torch.tensor(words, device=output.weight.device)
         bias = getattr(output, "bias", None)
-        self.output = torch.nn.Linear(output.weight.shape[1], len(words), bias is not None, device="meta")
-        self.output.weight = torch.nn.Parameter(output.weight.detach()[index].float(), requires_grad=False)
-        if bias is not None:
-            self.output.bias = torch.nn.Parameter(bias.detach()[index].float(), requires_grad=False)
+        self.output = linear_of(output.weight[words], None if bias is None else bias[words])
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self._names = tuple(names)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = self.output(rows)  # [n, words]
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        logits = capped(self.output(rows), self._softcap)  # [n, words]
         score: torch.Tensor = logits[:, :1] - logits[:, 1:].sum(dim=-1, keepdim=True)  # [n, 1]
         return score
 
@@ -310,6 +299,26 @@ class GivenRows(torch.nn.Module):
         self.pooler = pooler
         self.rows: torch.Tensor | None = None
         self._output_type = output_type
+
+    def in_place_of_backbone(self, model: Any) -> Any:
+        """A shallow copy of a model, with this in place of its backbone and all else in float32. It shares
+        every weight but has a module table of its own."""
+        copied = copy.copy(model)
+        copied._modules = model._modules | {model.base_model_prefix: self}
+        for module in copied._modules.values():
+            if module is not None:
+                module.float()
+        return copied
+
+    def logits(self, model: Any, input_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The logits that a model with this in place of its backbone makes of hidden states [n, tokens,
+        hidden], float32."""
+        self.rows = rows
+        try:
+            logits: torch.Tensor = model(input_ids=input_ids).logits
+        finally:
+            self.rows = None
+        return logits.float()
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         pooled = self.pooler(self.rows) if self.pooler is not None else None

@@ -16,7 +16,11 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
 from maxsimd.engine.checkpoint.adapters import Adapter, with_base
-from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
+from maxsimd.engine.checkpoint.cross_encoder import (
+    load_cross_encoder,
+    load_encoder_decoder,
+    load_language_model,
+)
 from maxsimd.engine.checkpoint.detect import (
     ENCODER_DECODERS,
     JINA_M0,
@@ -52,7 +56,6 @@ from maxsimd.engine.checkpoint.files import (
 from maxsimd.engine.checkpoint.gguf import from_gguf
 from maxsimd.engine.checkpoint.heads import Dense, modules_of
 from maxsimd.engine.checkpoint.known_settings import UNSUPPORTED_MODULES
-from maxsimd.engine.checkpoint.language_model import load_encoder_decoder, load_language_model
 from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel, is_causal, max_tokens, position_offset, uncounted_id
 from maxsimd.engine.checkpoint.quantized import format_of, quantized_weights
@@ -239,7 +242,7 @@ def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: to
     """Completes a model that fits its checkpoint, before anything is tried with it."""
     if adapter is not None:
         adapter.add_to(model)
-    both_ways = says_both_ways(files)
+    both_ways = says_both_ways(files.config)
     if both_ways:
         _take_mask_away(model)
     # LFM2.5-ColBERT and -Embedding differ in this, by their code; configs for later transformers say it.
@@ -382,7 +385,7 @@ def _check_direction(path: str, files: CheckpointFiles, causal: bool, runs_own_c
     """Compares what a checkpoint says of its direction with what its model does. Raises ModelLoadError where
     they differ, and logs a warning where a causal model has code of its own that is not run and that might
     read otherwise."""
-    if says_both_ways(files) and causal:
+    if says_both_ways(files.config) and causal:
         raise ModelLoadError(
             f"{path!r} says that it reads in both directions, and its {files.architecture} reads in one "
             "here; name a model of which transformers' class can be run without a causal mask"
@@ -471,7 +474,7 @@ def refuse_unsupported(
             f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
             "given would decide how it reads all others, and chance how it reads each; set both"
         )
-    if is_bare and is_language_model(files) and says_both_ways(files):
+    if is_bare and is_language_model(files) and says_both_ways(files.config):
         raise ModelLoadError(
             f"{model!r} reads in both directions, so that it has no next word to answer with, and does not "
             "say how its states are pooled; name a version with sentence-transformers' modules"

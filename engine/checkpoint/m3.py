@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file
-from sentence_transformers.base.modules import Dense, Normalize
 
 from maxsimd.engine.checkpoint.detect import weighs_words
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, one_line
-from maxsimd.engine.checkpoint.heads import ModuleHead
+from maxsimd.engine.checkpoint.heads import Dense, ModuleHead, Normalize, linear_of
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import HiddenStatesReference, StatesReference
 from maxsimd.engine.checkpoint.weights import files_of_tensors, refuse_not_finite, tensor_names
@@ -51,14 +50,11 @@ def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dic
         return _among_weights(model, revision)
     if files.architecture != "XLMRobertaModel":
         return {}
-    found = {}
-    for name in (SPARSE, TOKENS):
-        for ending in (".safetensors", ".pt"):
-            path = find_file(model, name + ending, revision)
-            if path is not None:
-                found[name] = path
-                break
-    return found
+    files_of = {
+        name: [find_file(model, name + ending, revision) for ending in (".safetensors", ".pt")]
+        for name in (SPARSE, TOKENS)
+    }
+    return {name: found or pickled for name, (found, pickled) in files_of.items() if found or pickled}
 
 
 def _among_weights(model: str, revision: str | None) -> dict[str, Path]:
@@ -126,56 +122,49 @@ def with_layers(
     hidden = backbone.config.hidden_size
     device = next(backbone.parameters()).device
     made = {name: _layer(path, name, file, hidden).to(device) for name, file in layers.items()}
-    weightless = _weightless(tokenizer)
-    words = None if _beside(layers) else _words(tokenizer, weightless)
     if TOKENS in made:
         if tasks["embed"].pooling not in ("cls", "last"):
             raise ModelLoadError(
                 f"{path!r} has {layers[TOKENS].name}, of which all tokens but the first take part, and pools "
                 f"{tasks['embed'].pooling}, in which all do; move that file away, or the pooling is another"
             )
-        head = ModuleHead([made[TOKENS], Normalize(_TOKEN_FEATURE)], _TOKEN_FEATURE)
+        head = ModuleHead([made[TOKENS], Normalize()], _TOKEN_FEATURE)
         reference = HiddenStatesReference(backbone, tokenizer, head)
-        tasks["token_embed"] = Task("all", head, made[TOKENS].out_features, True, reference)
+        tasks["token_embed"] = Task("all", head, made[TOKENS].linear.out_features, True, reference)
     if SPARSE in made:
+        # FlagEmbedding gives these no weight.
+        ids = (tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        weightless = np.array(sorted({each for each in ids if each is not None}), dtype=np.int64)
+        words = None if _beside(layers) else _words(tokenizer, weightless)
         weights = _WeightsHead(made[SPARSE], weightless, words)
         of_weights = _WeightsReference(backbone, tokenizer, weights)
         tasks[SPARSE_EMBED] = Task("token-weights", weights, COLUMNS, False, of_weights, words=len(tokenizer))
-    if made.keys() == {SPARSE, TOKENS} and _fits_hybrid(tasks, hidden):
-        hybrid = _HybridHead(tasks["embed"].head, tasks["token_embed"].head, weights)
-        of_all = _HybridReference(backbone, tokenizer, hybrid)
-        tasks[HYBRID_EMBED] = Task("hybrid", hybrid, hidden + COLUMNS, False, of_all)
-    parts = parts | {"tasks": tasks} | _scored(path, layers, tasks, score_type)
+    if len(made) == 2:
+        dense = tasks["embed"]
+        as_long = dense.dim == tasks["token_embed"].dim == hidden
+        if as_long and dense.pooling == "cls" and dense.normalized:
+            hybrid = _HybridHead(dense.head, tasks["token_embed"].head, weights)
+            of_all = _HybridReference(backbone, tokenizer, hybrid)
+            tasks[HYBRID_EMBED] = Task("hybrid", hybrid, hidden + COLUMNS, False, of_all)
+    scored = {}
+    if score_type is ScoreType.SPARSE:
+        scored = {"score_task": SPARSE_EMBED, "similarity": "sparse"}
+    elif score_type is ScoreType.LATE_INTERACTION and TOKENS in made:
+        scored = {"score_task": "token_embed", "similarity": "meanmaxsim"}
+    elif score_type is ScoreType.HYBRID:
+        if HYBRID_EMBED not in tasks:
+            raise ModelLoadError(
+                f"{path!r} cannot be scored in a hybrid way: its dense vectors must be normalized first "
+                "tokens, and as long as the vectors of its tokens"
+            )
+        scored = {"score_task": HYBRID_EMBED, "similarity": "hybrid"}
+    parts = parts | {"tasks": tasks} | scored
     if TOKENS in made:
         # The first token stands for the whole text, and is no vector among those of tokens.
         for role in ("query", "document", "text"):
             rules: RoleRules = parts[role]
             parts[role] = replace(rules, pool_first=False)
     return parts
-
-
-def _scored(
-    path: str, layers: Mapping[str, Path], tasks: dict[str, Task], score_type: ScoreType
-) -> dict[str, Any]:
-    match score_type:
-        case ScoreType.SPARSE:
-            return {"score_task": SPARSE_EMBED, "similarity": "sparse"}
-        case ScoreType.LATE_INTERACTION if TOKENS in layers:
-            return {"score_task": "token_embed", "similarity": "meanmaxsim"}
-        case ScoreType.HYBRID if HYBRID_EMBED in tasks:
-            return {"score_task": HYBRID_EMBED, "similarity": "hybrid"}
-        case ScoreType.HYBRID:
-            raise ModelLoadError(
-                f"{path!r} cannot be scored in a hybrid way: its dense vectors must be normalized first "
-                "tokens, and as long as the vectors of its tokens"
-            )
-    return {}
-
-
-def _fits_hybrid(tasks: Mapping[str, Task], hidden: int) -> bool:
-    dense = tasks["embed"]
-    same = dense.dim == tasks["token_embed"].dim == hidden
-    return same and dense.pooling == "cls" and dense.normalized
 
 
 def _named(layers: set[str]) -> str:
@@ -201,27 +190,7 @@ def _layer(path: str, name: str, file: Path, hidden: int) -> Dense:
         )
     refuse_not_finite(path, [(f"{file.name}/{key}", tensor) for key, tensor in tensors.items()])
     activation = torch.nn.ReLU() if name == SPARSE else torch.nn.Identity()
-    dense = Dense(
-        hidden,
-        size,
-        bias=True,
-        activation_function=activation,
-        module_input_name=_TOKEN_FEATURE,
-        module_output_name=_TOKEN_FEATURE,
-    )
-    dense.linear.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
-    return dense.eval().requires_grad_(False)
-
-
-def _weightless(tokenizer: Any) -> NDArray[np.int64]:
-    """The special tokens that FlagEmbedding gives no weight."""
-    ids = (
-        tokenizer.cls_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        tokenizer.unk_token_id,
-    )
-    return np.array(sorted({each for each in ids if each is not None}), dtype=np.int64)
+    return Dense(linear_of(**tensors), activation, use_residual=False)
 
 
 def _words(tokenizer: Any, weightless: NDArray[np.int64]) -> NDArray[np.int64]:

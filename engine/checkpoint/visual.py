@@ -158,24 +158,3 @@ class Vision:
         """The number of tokens that the language model could run while the tower encodes a picture."""
         attended = min(inputs.patches, self.attends_within or inputs.patches)
         return max(1, ceil(inputs.patches * self.tokens_a_patch * (1 + attended * self.attention)))
-
-
-def tokens_a_patch(modules: Sequence[torch.nn.Module], backbone: torch.nn.Module) -> float:
-    """The work of a patch over that of a token: of the weights of linear layers and convolutions, which each
-    multiply once."""
-    vision = sum(map(_multiplied, modules))
-    return vision / max(1, _multiplied(backbone))
-
-
-def attention_a_patch(tower: Any, modules: Sequence[torch.nn.Module]) -> float:
-    """The work of attending to one patch, over all other work of a patch: its products with queries and with
-    values, in each layer."""
-    config = tower.config
-    width = getattr(config, "embed_dim", None) or config.hidden_size
-    depth = getattr(config, "depth", None) or config.num_hidden_layers
-    return float(2 * width * depth / max(1, sum(map(_multiplied, modules))))
-
-
-def _multiplied(module: torch.nn.Module) -> int:
-    layers = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
-    return sum(each.weight.numel() for each in module.modules() if isinstance(each, layers))

@@ -14,7 +14,7 @@ from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
+from maxsimd.engine.checkpoint.visual_loaders import for_pictures_alone, without_videos
 from tests.checkpoints import visual
 from tests.checkpoints.late_interaction import OF_TOKENS
 from tests.checkpoints.tokenizers import byte_level_bpe

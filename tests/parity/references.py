@@ -13,7 +13,7 @@ from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTran
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
+from maxsimd.engine.checkpoint.visual_loaders import for_pictures_alone, without_videos
 from tests.parity.plain_models import DETERMINE, Scores, Texts
 
 Reference = Callable[..., Scores]

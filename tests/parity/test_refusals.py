@@ -237,7 +237,7 @@ _PICTURES: list[Case] = [
         for said, message in (
             ({"image": {"patch_size": 8}}, "the setting patch_size for pictures, which is not known here"),
             ({"text": {"max_length": 90}, "chat_template": {"restore_suffix": False}},
-             "texts that are cut without what stands behind them are not supported"),
+             "texts truncated without what the template writes behind them are not supported"),
         )
     ],
     # The query's picture cannot be told from the document's then.
@@ -350,7 +350,7 @@ _ADAPTERS: list[Case] = [
          added(f"base_model.model.{name}", torch.ones(shape), _MATRICES), {}, message)
         for name, shape, message in (
             ("classifier.weight", (2, 128), r"has \[2, 128\] .* classifier.weight, which is \[1, 128\]"),
-            ("classifier.other", (2,), "in the stead of classifier.other, which is None"),
+            ("classifier.other", (2,), "in place of classifier.other, which is None"),
             ("bert.embeddings.LayerNorm.weight", (128,), "tensor .*LayerNorm.weight, which is not of LoRA"),
         )
     ],
