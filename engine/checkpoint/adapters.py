@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from maxsimd.engine.checkpoint.files import (
     refuse_damaged_files,
 )
 from maxsimd.engine.checkpoint.known_settings import OF_ADAPTERS
-from maxsimd.engine.checkpoint.translate import downloaded
+from maxsimd.engine.checkpoint.translate import downloaded, linked
 from maxsimd.engine.checkpoint.weights import refuse_not_finite
 from maxsimd.engine.config import refuse_missing_folder
 from maxsimd.engine.errors import ModelLoadError
@@ -111,8 +110,7 @@ class Adapter:
             if replaced is None or replaced.shape != tensor.shape:
                 shape = None if replaced is None else list(replaced.shape)
                 raise ModelLoadError(
-                    f"the adapter {self.path!r} has {list(tensor.shape)} in the stead of {name}, which is "
-                    f"{shape}"
+                    f"the adapter {self.path!r} has {list(tensor.shape)} in place of {name}, which is {shape}"
                 )
             self._own(name, replaced, shared).copy_(tensor.to(replaced.dtype))
 
@@ -137,10 +135,10 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
         return
     if any(find_file(path, name, revision) for name in ("model.safetensors", "model.safetensors.index.json")):
         log.warning("%s has weights of its own; the adapter beside them is not used", path)
-        with _linked(path, [_folder_of(path, revision)]) as alone:
+        with _linked(path, [downloaded(path, revision)]) as alone:
             yield alone, None
         return
-    folder = _folder_of(path, revision)
+    folder = downloaded(path, revision)
     settings = _settings(path, found)
     base = str(settings.get("base_model_name_or_path") or "")
     if not base:
@@ -150,7 +148,7 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
         )
     try:
         refuse_missing_folder(base)
-        base_folder = _folder_of(base, settings.get("revision"))
+        base_folder = downloaded(base, settings.get("revision"))
     except Exception as error:
         raise ModelLoadError(
             f"the base {base!r} of the adapter {path!r} cannot be read: {one_line(error)}; put it there, or "
@@ -200,30 +198,20 @@ def _with_classifier(base: Path, settings: dict[str, Any], adapter: Adapter) -> 
     }
 
 
-def _folder_of(path: str, revision: str | None) -> Path:
-    return Path(path) if Path(path).is_dir() else downloaded(path, revision)
-
-
 @contextmanager
 def _linked(path: str, folders: Sequence[Path], config: dict[str, Any] | None = None) -> Iterator[str]:
-    """A temporary folder with links to the files of some folders but for those of an adapter; where several
-    have one, to the last one's. How it is used the last one says, if it says that at all. A `config` is
-    written in the stead of theirs. Errors name the `path`."""
+    """A temporary folder with links to the files of some folders, without those of adapters. The last folder
+    counts where several have a file, and says how the model is used if it has a modules.json. A `config`
+    replaces theirs. Errors name the `path`."""
     says_how = (folders[-1] / "modules.json").exists()
-    with tempfile.TemporaryDirectory(prefix="maxsimd-") as together:
-        for folder in folders:
-            for entry in folder.iterdir():
-                of_another = says_how and folder is not folders[-1]
-                if entry.name in (_SETTINGS, WEIGHTS):
-                    continue
-                if of_another and (entry.is_dir() or entry.name in _OF_THE_BASE):
-                    continue
-                link = Path(together) / entry.name
-                link.unlink(missing_ok=True)
-                link.symlink_to(entry.resolve())
-        if config is not None:
-            (Path(together) / "config.json").unlink()
-            (Path(together) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    entries = [
+        entry
+        for folder in folders
+        for entry in folder.iterdir()
+        if entry.name not in (_SETTINGS, WEIGHTS)
+        and not (says_how and folder != folders[-1] and (entry.is_dir() or entry.name in _OF_THE_BASE))
+    ]
+    with linked(entries, config) as together:
         try:
             yield together
         except ModelLoadError as error:

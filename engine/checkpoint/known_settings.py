@@ -94,8 +94,6 @@ _UNSET: tuple[Any, ...] = (None, {}, [])
 # Files that say how a model is used. The base's are not read if its adapter has a modules.json.
 _USE = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
-# Files of sentence-transformers, PyLate and ColBERT.
-
 _QUERY_EXPANSION = _known("strategy attend length token")
 _OF_SENTENCE_TRANSFORMERS = _known(
     # of all models, and of one kind each
@@ -114,49 +112,35 @@ _LOADING = (
     "dtype torch_dtype device_map low_cpu_mem_usage use_safetensors attn_implementation use_cache verbose "
     "_from_auto offload_folder offload_state_dict max_memory use_fast"
 )
-_ARGUMENTS_OF_MODELS = _known(irrelevant=_LOADING)
-_MODALITY = _known("method method_output_name format")
 _PROCESSING = _known(
     "text common image chat_template",
     "audio video",
-    chat_template=Known(
-        # Others are variables of the template.
-        endings=("",),
-        irrelevant=frozenset({"tokenize", "return_dict", "return_tensors", "padding"}),
-        refused=MappingProxyType(
-            {
-                "continue_final_message": _OFF,
-                "sanitize_control_tokens": _OFF,
-                "return_assistant_tokens_mask": _OFF,
-                "tools": _UNSET,
-                "documents": _UNSET,
-            }
-        ),
+    chat_template=_known(
+        irrelevant="tokenize return_dict return_tensors padding",
+        refused=dict.fromkeys(
+            ("continue_final_message", "sanitize_control_tokens", "return_assistant_tokens_mask"), _OFF
+        )
+        | dict.fromkeys(("tools", "documents"), _UNSET),
+        endings=("",),  # others are variables of the template
     ),
 )
-
-
-def _of_transformers_module() -> Known:
-    free = Known(endings=("",))
-    # All arguments of a tokenizer, except those that its file may not set.
-    of_tokenizers = Known(refused={"split_special_tokens": _OFF}, endings=("",))
-    return _known(
-        "max_seq_length do_lower_case transformer_task modality_config module_output_name processing_kwargs "
-        "query_length document_length query_expansion "
-        "processor_kwargs tokenizer_args config_kwargs config_args model_kwargs model_args",
-        "unpad_inputs backend",
-        # A change of the files there would go unnoticed.
-        {"tokenizer_name_or_path": (None,)},
-        query_expansion=_QUERY_EXPANSION,
-        modality_config=_each(_MODALITY),
-        processing_kwargs=_PROCESSING,
-        model_kwargs=_ARGUMENTS_OF_MODELS,
-        model_args=_ARGUMENTS_OF_MODELS,
-        processor_kwargs=of_tokenizers,
-        tokenizer_args=of_tokenizers,
-        config_kwargs=free,
-        config_args=free,
-    )
+_FREE = Known(endings=("",))
+# All arguments of a tokenizer, except those that its file may not set.
+_ARGUMENTS_OF_TOKENIZERS = Known(refused={"split_special_tokens": _OFF}, endings=("",))
+_OF_TRANSFORMERS_MODULE = _known(
+    "max_seq_length do_lower_case transformer_task modality_config module_output_name processing_kwargs "
+    "query_length document_length query_expansion "
+    "processor_kwargs tokenizer_args config_kwargs config_args model_kwargs model_args",
+    "unpad_inputs backend",
+    # A change of the files there would go unnoticed.
+    {"tokenizer_name_or_path": (None,)},
+    query_expansion=_QUERY_EXPANSION,
+    modality_config=_each(_known("method method_output_name format")),
+    processing_kwargs=_PROCESSING,
+    **dict.fromkeys(("model_kwargs", "model_args"), _known(irrelevant=_LOADING)),
+    **dict.fromkeys(("processor_kwargs", "tokenizer_args"), _ARGUMENTS_OF_TOKENIZERS),
+    **dict.fromkeys(("config_kwargs", "config_args"), _FREE),
+)
 
 
 _OF_ADDED_TOKENS = _known("content lstrip rstrip normalized single_word special id __type")
@@ -244,23 +228,15 @@ UNSUPPORTED_MODULES = frozenset(
 # Files by their names, config.json and modules.json apart.
 FILES: Mapping[str, Known] = {
     "config_sentence_transformers.json": _OF_SENTENCE_TRANSFORMERS,
-    **dict.fromkeys(
-        [
-            "sentence_bert_config.json",
-            *(
-                f"sentence_{kind}_config.json"
-                for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-            ),
-        ],
-        _of_transformers_module(),
-    ),
+    **{
+        f"sentence_{kind}_config.json": _OF_TRANSFORMERS_MODULE
+        for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+    },
     "tokenizer_config.json": _OF_TOKENIZERS,
     "special_tokens_map.json": _OF_SPECIAL_TOKENS,
     "artifact.metadata": _OF_COLBERT,
     "router_config.json": _OF_ROUTERS,
 }
-
-# config.json.
 
 _ROPE = _known(
     "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow "
@@ -416,9 +392,7 @@ def _files_with_known_keys(
         routes = _read(folder / path / "router_config.json") if kind == "Router" else None
         types = routes.get("types") if isinstance(routes, dict) else None
         if isinstance(types, dict):
-            named += [
-                (f"{path}/{name}".lstrip("/"), _kind_of({"type": type_})) for name, type_ in types.items()
-            ]
+            named += [(str(Path(path) / name), _kind_of({"type": each})) for name, each in types.items()]
     for i, each in enumerate(modules):
         if isinstance(each, dict) and "sentence_transformers." in str(each.get("type")):
             yield f"modules.json (module {i})", each, ENTRIES
@@ -428,13 +402,12 @@ def _files_with_known_keys(
     for root in roots:
         for name, known in FILES.items():
             if isinstance(said := _read(folder / root / name), dict):
-                yield _joined(root, name), said, known
+                yield str(Path(root) / name), said, known
         config = None if is_gguf else _read(folder / root / "config.json")
         # jina-reranker-v2's has no type, and is read by its other keys.
-        if isinstance(config, dict) and not {"model_type", "architectures"}.isdisjoint(config):
-            known_of_config = known_keys_of(config, trust_remote_code)
-            if known_of_config is not None:
-                yield _joined(root, "config.json"), config, known_of_config
+        is_stated = isinstance(config, dict) and not {"model_type", "architectures"}.isdisjoint(config)
+        if is_stated and (known_of_config := known_keys_of(config, trust_remote_code)) is not None:
+            yield str(Path(root) / "config.json"), config, known_of_config
     for path, kind in named:
         if kind in MODULES and path and isinstance(said := _read(folder / path / "config.json"), dict):
             yield f"{path}/config.json", said, MODULES[kind]
@@ -453,10 +426,6 @@ def _files_of_base(folder: Path, trust_remote_code: bool) -> Iterator[tuple[str,
                 yield f"{name} of its base", said, known
     except ModelLoadError:  # the reader of adapters says best why there is no such base
         return
-
-
-def _joined(root: str, name: str) -> str:
-    return f"{root}/{name}" if root else name
 
 
 def _kind_of(entry: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ Sources: the model cards, and the code that the checkpoints come with."""
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,14 @@ Config = dict[str, Any]
 
 
 def runs_as(files: CheckpointFiles) -> Any:
-    """The type of model that a checkpoint's config is read as. Raises ModelLoadError for a config that
-    cannot be translated."""
+    """The type of model that a config is read as. Raises ModelLoadError if it cannot be translated."""
     translate = _translation(files.config) if files.config_at_root else None
-    config = files.config if translate is None else translate(files.config)
-    return config.get("model_type")
+    return (files.config if translate is None else translate(files.config)).get("model_type")
 
 
 def translated_type(config: Config) -> tuple[Any, bool]:
-    """The type of model that a config.json is read as, and whether the config is translated for that. Raises
-    ModelLoadError for a config that cannot be translated."""
+    """The type of model that a config.json is read as, and whether it is translated for that. Raises
+    ModelLoadError if it cannot be."""
     translate = language_model_translation(config) or _translation(config)
     return (config if translate is None else translate(config)).get("model_type"), translate is not None
 
@@ -45,10 +43,8 @@ def in_transformers_terms(
     model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool
 ) -> Iterator[str]:
     """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
-    config in transformers' terms.
-
-    With `trust_remote_code` a checkpoint's own code reads it, but for language models that were retrained:
-    our loaders need to see into those."""
+    config in transformers' terms. With `trust_remote_code` a checkpoint's own code reads it, except for
+    retrained language models: our loaders need to see into those."""
     if not files.config_at_root:
         yield model
         return
@@ -57,32 +53,42 @@ def in_transformers_terms(
     if of_language_model is None and not is_ours and not files.is_restated:
         yield model
         return
-    source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
+    source = downloaded(model, revision)
     config = files.config
     if of_language_model is not None or is_ours:
         translate = of_language_model or _translation(config, tensor_names(model, revision))
         assert translate is not None
         config = {name: value for name, value in translate(config).items() if name != "auto_map"}
-    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
-        left_out = ("config.json",) if files.modules else ("config.json", "modules.json")
-        for entry in source.iterdir():
-            if entry.name not in left_out:
-                (Path(folder) / entry.name).symlink_to(entry.resolve())
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    entries = [entry for entry in source.iterdir() if files.modules or entry.name != "modules.json"]
+    with linked(entries, config) as folder:
         if of_language_model is not None:
-            write_modules_beside(source, files.config, Path(folder))
+            _write_modules_beside(source, files.config, Path(folder))
+        yield folder
+
+
+@contextmanager
+def linked(entries: Iterable[Path], config: Config | None) -> Iterator[str]:
+    """A temporary folder with links to files and folders, and a `config` of its own."""
+    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+        for entry in entries:
+            link = Path(folder) / entry.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(entry.resolve())
+        if config is not None:
+            _write(Path(folder) / "config.json", config)
         yield folder
 
 
 def downloaded(model: str, revision: str | None) -> Path:
-    """A hub checkpoint's files on this machine, without other frameworks' weights."""
+    """The folder of a checkpoint on this machine; one of the hub has no weights of other frameworks."""
+    if Path(model).is_dir():
+        return Path(model)
     others = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf"]
     return Path(snapshot_download(model, revision=revision, ignore_patterns=others))
 
 
 def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
-    """The function that translates a config, if it must be translated. `tensors` are the names in the
-    checkpoint's files, where they are at hand."""
+    """The function that translates a config, if it must be. `tensors` are their names, where at hand."""
     kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
     positions = config.get("position_embedding_type")
     if positions == "rotary" and (flash or kind in ("xlm-roberta", "xlm_roberta")):
@@ -105,36 +111,29 @@ def _rotary_xlm_roberta(config: Config) -> Config:
             "this checkpoint has adapters woven into its weights; name its version for transformers, "
             "such as jinaai/jina-embeddings-v3-hf"
         )
-    theta = float(config.get("rotary_emb_base", 10_000.0))
     return config | {
         "model_type": "jina_embeddings_v3",
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_parameters": _rope(config.get("rotary_emb_base", 10_000.0)),
         "tie_word_embeddings": False,
     }
 
 
+def _rope(theta: float) -> Config:
+    return {"rope_type": "default", "rope_theta": float(theta)}
+
+
 def gte(config: Config) -> Config:
-    """Alibaba's `NewModel` (gte-multilingual, gte-*-en-v1.5) and Snowflake's `GteModel`, as transformers'
-    GTE.
+    """Alibaba's `NewModel` (gte-multilingual, gte-*-en-v1.5) and Snowflake's `GteModel`, as GTE.
 
     Source: the configuration and the modeling file of Alibaba-NLP/new-impl, whose defaults these are. It
     multiplies the base of the rotary frequencies by a factor f and divides them by f^(2/d) for heads of d
     dimensions (NTK scaling, https://kexue.fm/archives/9706), which transformers calls linear scaling of that
     larger base."""
-    config = _NEW_DEFAULTS | config
-    _require(
-        config,
-        {
-            "position_embedding_type": "rope",
-            "layer_norm_type": "layer_norm",
-            "pack_qkv": True,
-            "logn_attention_scale": False,
-        },
-    )
+    config = _NEW_DEFAULTS | _NEW_ONLY | config
+    _require(config, _NEW_ONLY)
     if "NewForMaskedLM" in (config.get("architectures") or []):
         _require(config, {"hidden_act": "gelu"})  # of transformers' output layer, whatever the config says
-    theta = float(config["rope_theta"])
-    rope: Config = {"rope_type": "default", "rope_theta": theta}
+    rope = _rope(config["rope_theta"])
     scaling = config.get("rope_scaling")
     if scaling is not None:
         if scaling.get("type") != "ntk" or scaling.get("mixed_b") is not None:
@@ -143,7 +142,7 @@ def gte(config: Config) -> Config:
             )
         factor = float(scaling["factor"])
         dims = config["hidden_size"] // config["num_attention_heads"]
-        rope = {"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / dims)}
+        rope = _rope(rope["rope_theta"] * factor) | {"rope_type": "linear", "factor": factor ** (2 / dims)}
     rest = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
     return rest | {"model_type": "gte", "rope_parameters": rope}
 
@@ -158,11 +157,13 @@ _NEW_DEFAULTS: Config = {
     "hidden_act": "gelu",
     "max_position_embeddings": 2048,
     "type_vocab_size": 1,
-    "layer_norm_type": "layer_norm",
     "layer_norm_eps": 1e-12,
     "pad_token_id": None,
-    "position_embedding_type": "rope",
     "rope_theta": 10000.0,
+}
+_NEW_ONLY: Config = {
+    "position_embedding_type": "rope",
+    "layer_norm_type": "layer_norm",
     "pack_qkv": True,
     "logn_attention_scale": False,
 }
@@ -170,8 +171,7 @@ _NEW_DEFAULTS: Config = {
 
 def jina_bert(config: Config, tensors: Collection[str]) -> Config:
     """jina-embeddings-v2, jina-colbert-v1 and jina-reranker-v1: BERT with ALiBi, in one of two layouts that
-    configs do not always tell apart. `tensors` are the names in the checkpoint's files, if these are
-    safetensors."""
+    configs do not always tell apart. `tensors` are their names, if the files are safetensors."""
     config = {"feed_forward_type": "original", "is_decoder": False} | config
     if config["feed_forward_type"] not in ACTIVATIONS:
         _require(config, {"feed_forward_type": "geglu"})
@@ -184,12 +184,12 @@ def jina_bert(config: Config, tensors: Collection[str]) -> Config:
 
 
 def nomic_bert(config: Config) -> Config:
-    """nomic-embed-text, whose configs have GPT-2's names: gated layers without biases, as transformers has
-    them, or plain ones with biases, some of them experts."""
+    """nomic-embed-text, whose configs have GPT-2's names: gated layers without biases, as in transformers,
+    or plain ones with biases, some of them experts."""
     plain = config.get("activation_function") == "gelu"
     kind = _NOMIC_PLAIN if plain else _NOMIC_GATED
     _require(_NOMIC_DEFAULTS | config, _NOMIC_DEFAULTS | kind)
-    translated = config | {
+    return config | {
         "model_type": NomicMoeConfig.model_type if plain else "nomic_bert",
         "hidden_size": config["n_embd"],
         "num_hidden_layers": config["n_layer"],
@@ -198,11 +198,9 @@ def nomic_bert(config: Config) -> Config:
         "max_position_embeddings": config["n_positions"],
         "layer_norm_eps": config["layer_norm_epsilon"],
         "hidden_act": "gelu" if plain else "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(config["rotary_emb_base"])},
+        "rope_parameters": _rope(config["rotary_emb_base"]),
+        "moe_every_n_layers": config.get("moe_every_n_layers") or 0,
     }
-    if plain:
-        translated |= {"moe_every_n_layers": config.get("moe_every_n_layers") or 0}
-    return translated
 
 
 # The settings of NomicBERT that are supported; a value that means nothing may be left out.
@@ -243,17 +241,13 @@ def is_flash_xlm_roberta(config: Config) -> bool:
 
 def flash_xlm_roberta(config: Config) -> Config:
     """jina-reranker-v2: XLM-RoBERTa as it is, with its tensors under other names."""
-    config = {
-        "pad_vocab_size_multiple": 1,
-        "position_embedding_type": "absolute",
-        "hidden_act": "gelu",
-    } | config
+    only = {"pad_vocab_size_multiple": 1, "position_embedding_type": "absolute", "hidden_act": "gelu"}
+    config = only | config
     if config["hidden_act"] in ("gelu_new", "gelu_fast"):  # which that code computes alike
         config["hidden_act"] = "gelu_pytorch_tanh"
-    only = {"pad_vocab_size_multiple": 1, "position_embedding_type": "absolute", "lora_adaptations": None}
-    _require(config, only)
-    if config["hidden_act"] != "gelu_pytorch_tanh":
-        _require(config, {"hidden_act": "gelu"})
+    if config["hidden_act"] == "gelu_pytorch_tanh":
+        del only["hidden_act"]
+    _require(config, only | {"lora_adaptations": None})
     return config | {"model_type": XLMRobertaFlashConfig.model_type}
 
 
@@ -267,35 +261,29 @@ def _require(config: Config, required: Mapping[str, Any]) -> None:
             )
 
 
-_LFM2 = "lfm2_bidirectional"
 # Pooling methods: NVIDIA's names and those of sentence-transformers.
 POOLING = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
-_BASE, _OF_EMBEDDINGS = (
-    "sentence_transformers.base.modules",
-    "sentence_transformers.sentence_transformer.modules",
-)
+_BASE = "sentence_transformers.base.modules"
 
 
 def language_model_translation(config: Mapping[str, Any]) -> Callable[[Config], Config] | None:
-    """The translation of such a model's config, or None for a model of another kind."""
+    """The translation of a retrained language model's config, or None for a model of another kind."""
     named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else ""
-    if config.get("model_type") == "llama_bidirec":
-        return _llama
-    if architecture == MINICPM:
-        return _minicpm
-    if architecture == COST_WISE:
-        return _cost_wise_gemma
-    if architecture == JINA_V5:
-        return _jina_v5
-    if architecture == "Lfm2BidirectionalModel" or config.get("model_type") == _LFM2:
-        return _lfm2
-    return _qwen3 if has_projection(config) else None
+    by_kind = {
+        "llama_bidirec": _llama,
+        MINICPM: _minicpm,
+        COST_WISE: _cost_wise_gemma,
+        JINA_V5: _jina_v5,
+        "Lfm2BidirectionalModel": _lfm2,
+        "lfm2_bidirectional": _lfm2,
+    }
+    architecture = named[0] if isinstance(named, list) and named else None
+    found = by_kind.get(str(config.get("model_type"))) or by_kind.get(str(architecture))
+    return found or (_qwen3 if has_projection(config) else None)
 
 
 def has_projection(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of voyage-4-nano: a Qwen3 that reads in both directions, and a projection of
-    each token's state."""
+    """Whether a config is that of voyage-4-nano: a Qwen3 that reads in both directions, with a projection."""
     if config.get("model_type") != "qwen3" or config.get("use_bidirectional_attention") is not True:
         return False
     mapped = config.get("auto_map")
@@ -335,17 +323,15 @@ def _minicpm(config: Config) -> Config:
         raise ModelLoadError("of MiniCPM rerankers those with a simple head for each layer are read")
     if config.get("rope_scaling"):
         raise ModelLoadError("this MiniCPM scales its rotary positions, which is not carried out here")
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    heads = config["num_attention_heads"]
     others = {name: each for name, each in config.items() if name not in ("rope_scaling", "rope_theta")}
     return others | {
         "model_type": "granite",
         "architectures": ["GraniteForCausalLM"],
         "embedding_multiplier": config.get("scale_emb", 1),
-        "residual_multiplier": config.get("scale_depth", 1) / layers**0.5,
-        "attention_multiplier": (hidden // heads) ** -0.5,
+        "residual_multiplier": config.get("scale_depth", 1) / config["num_hidden_layers"] ** 0.5,
+        "attention_multiplier": (config["hidden_size"] // config["num_attention_heads"]) ** -0.5,
         "logits_scaling": 1.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)},
+        "rope_parameters": _rope(config.get("rope_theta", 10_000.0)),
         "tie_word_embeddings": False,
     }
 
@@ -363,11 +349,12 @@ def _cost_wise_gemma(config: Config) -> Config:
     }
 
 
-def write_modules_beside(source: Path, config: Config, folder: Path) -> None:
-    """Writes into a folder what sentence-transformers must find beside the config of an encoder: the modules
-    that its card describes, where the checkpoint `source` has none, and the projection."""
+def _write_modules_beside(source: Path, config: Config, folder: Path) -> None:
+    """Writes the modules that an encoder's card describes, where the checkpoint `source` has none, and the
+    projection into a folder."""
     has_modules = (source / "modules.json").is_file()
-    if JINA_V5 in (config.get("architectures") or []):
+    named = config.get("architectures") or []
+    if JINA_V5 in named:
         write_modules(folder, config["hidden_size"], "lasttoken")
         prompts = {"query": "Query: ", "document": "Document: "}
         settings: Config = {"prompts": prompts, "default_prompt_name": "document"}
@@ -375,9 +362,8 @@ def write_modules_beside(source: Path, config: Config, folder: Path) -> None:
         longest = {"max_seq_length": config["max_position_embeddings"], "do_lower_case": False}
         _write(folder / "sentence_bert_config.json", longest)
     elif config.get("model_type") == "llama_bidirec":
-        if not has_modules and LLAMA_RERANKER not in (config.get("architectures") or []):
-            pooling = POOLING[config.get("pooling", "avg")]
-            write_modules(folder, config["hidden_size"], pooling)
+        if not has_modules and LLAMA_RERANKER not in named:
+            write_modules(folder, config["hidden_size"], POOLING[config.get("pooling", "avg")])
             settings = {"prompts": {"query": "query: ", "document": "passage: "}}
             _write(folder / "config_sentence_transformers.json", settings)
     elif has_projection(config):
@@ -416,7 +402,8 @@ def _projection(source: Path, config: Config) -> torch.Tensor:
 
 def write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Tensor | None = None) -> None:
     """Modules that pool, project (which is linear, so that it may come after the mean) and normalize."""
-    kinds = {"": f"{_BASE}.transformer.Transformer", "read_Pooling": f"{_OF_EMBEDDINGS}.pooling.Pooling"}
+    pools = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"
+    kinds = {"": f"{_BASE}.transformer.Transformer", "read_Pooling": pools}
     _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})
     if projection is not None:
         kinds["read_Dense"] = f"{_BASE}.dense.Dense"
