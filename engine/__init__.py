@@ -5,119 +5,76 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from maxsimd.engine.config import EngineConfig
-    from maxsimd.engine.engine import Engine
-    from maxsimd.engine.errors import (
-        EngineDeadError,
-        EngineNotReadyError,
-        EngineRunningError,
-        InvalidRequestError,
-        MaxsimdError,
-        ModelDroppedError,
-        ModelFailedError,
-        ModelLoadError,
-        QueueFullError,
-        RequestFailedError,
-        RequestTimeoutError,
-        RequestTooLargeError,
-        UnknownModelError,
-    )
-    from maxsimd.engine.media import Content, Picture, PictureFile
-    from maxsimd.engine.requests import (
-        CUT_LONG,
-        WINDOW_LONG,
-        ClassifyResult,
-        EmbedResult,
-        Progress,
-        RankedDocument,
-        RerankResult,
-        ScoreResult,
-        SparseEmbedResult,
-        SparseVector,
-        TokenEmbedResult,
-        TokenizedText,
-        Truncation,
-        Usage,
-    )
-    from maxsimd.engine.several.cascade import CascadeDocument, CascadeResult, Stage, StageResult
-    from maxsimd.engine.several.engines import Engines
-    from maxsimd.engine.sync import SyncEngine
-    from maxsimd.engine.tenants import Tenant
-    from maxsimd.pooling.muvera import Muvera
-    from maxsimd.pooling.query_rows import QueryRows
-    from maxsimd.pooling.vectors import Vectors
+    from maxsimd.engine.config import EngineConfig as EngineConfig
+    from maxsimd.engine.engine import Engine as Engine
+    from maxsimd.engine.errors import EngineDeadError as EngineDeadError
+    from maxsimd.engine.errors import EngineNotReadyError as EngineNotReadyError
+    from maxsimd.engine.errors import EngineRunningError as EngineRunningError
+    from maxsimd.engine.errors import InvalidRequestError as InvalidRequestError
+    from maxsimd.engine.errors import MaxsimdError as MaxsimdError
+    from maxsimd.engine.errors import ModelDroppedError as ModelDroppedError
+    from maxsimd.engine.errors import ModelFailedError as ModelFailedError
+    from maxsimd.engine.errors import ModelLoadError as ModelLoadError
+    from maxsimd.engine.errors import QueueFullError as QueueFullError
+    from maxsimd.engine.errors import RequestFailedError as RequestFailedError
+    from maxsimd.engine.errors import RequestTimeoutError as RequestTimeoutError
+    from maxsimd.engine.errors import RequestTooLargeError as RequestTooLargeError
+    from maxsimd.engine.errors import UnknownModelError as UnknownModelError
+    from maxsimd.engine.media import Content as Content
+    from maxsimd.engine.media import Picture as Picture
+    from maxsimd.engine.media import PictureFile as PictureFile
+    from maxsimd.engine.requests import CUT_LONG as CUT_LONG
+    from maxsimd.engine.requests import WINDOW_LONG as WINDOW_LONG
+    from maxsimd.engine.requests import ClassifyResult as ClassifyResult
+    from maxsimd.engine.requests import EmbedResult as EmbedResult
+    from maxsimd.engine.requests import Progress as Progress
+    from maxsimd.engine.requests import RankedDocument as RankedDocument
+    from maxsimd.engine.requests import RerankResult as RerankResult
+    from maxsimd.engine.requests import ScoreResult as ScoreResult
+    from maxsimd.engine.requests import SparseEmbedResult as SparseEmbedResult
+    from maxsimd.engine.requests import SparseVector as SparseVector
+    from maxsimd.engine.requests import TokenEmbedResult as TokenEmbedResult
+    from maxsimd.engine.requests import TokenizedText as TokenizedText
+    from maxsimd.engine.requests import Truncation as Truncation
+    from maxsimd.engine.requests import Usage as Usage
+    from maxsimd.engine.several.cascade import CascadeDocument as CascadeDocument
+    from maxsimd.engine.several.cascade import CascadeResult as CascadeResult
+    from maxsimd.engine.several.cascade import Stage as Stage
+    from maxsimd.engine.several.cascade import StageResult as StageResult
+    from maxsimd.engine.several.engines import Engines as Engines
+    from maxsimd.engine.sync import SyncEngine as SyncEngine
+    from maxsimd.engine.tenants import Tenant as Tenant
+    from maxsimd.pooling.muvera import Muvera as Muvera
+    from maxsimd.pooling.query_rows import QueryRows as QueryRows
+    from maxsimd.pooling.vectors import Vectors as Vectors
 
-__all__ = [
-    "CUT_LONG",
-    "WINDOW_LONG",
-    "CascadeDocument",
-    "CascadeResult",
-    "ClassifyResult",
-    "Content",
-    "EmbedResult",
-    "Engine",
-    "EngineConfig",
-    "EngineDeadError",
-    "EngineNotReadyError",
-    "EngineRunningError",
-    "Engines",
-    "InvalidRequestError",
-    "MaxsimdError",
-    "ModelDroppedError",
-    "ModelFailedError",
-    "ModelLoadError",
-    "Muvera",
-    "Picture",
-    "PictureFile",
-    "Progress",
-    "QueryRows",
-    "QueueFullError",
-    "RankedDocument",
-    "RequestFailedError",
-    "RequestTimeoutError",
-    "RequestTooLargeError",
-    "RerankResult",
-    "ScoreResult",
-    "SparseEmbedResult",
-    "SparseVector",
-    "Stage",
-    "StageResult",
-    "SyncEngine",
-    "Tenant",
-    "TokenEmbedResult",
-    "TokenizedText",
-    "Truncation",
-    "UnknownModelError",
-    "Usage",
-    "Vectors",
-]
-
-
-_HOME = {
-    "Engine": "engine.engine",
-    "EngineConfig": "engine.config",
-    "Engines": "engine.several.engines",
-    "CascadeDocument": "engine.several.cascade",
-    "CascadeResult": "engine.several.cascade",
-    "Stage": "engine.several.cascade",
-    "StageResult": "engine.several.cascade",
-    "SyncEngine": "engine.sync",
-    "Content": "engine.media",
-    "Picture": "engine.media",
-    "PictureFile": "engine.media",
-    "Tenant": "engine.tenants",
-    "Muvera": "pooling.muvera",
-    "QueryRows": "pooling.query_rows",
-    "Vectors": "pooling.vectors",
+_NAMES = {
+    "engine.config": "EngineConfig",
+    "engine.engine": "Engine",
+    "engine.errors": "EngineDeadError EngineNotReadyError EngineRunningError InvalidRequestError "
+    "MaxsimdError ModelDroppedError ModelFailedError ModelLoadError QueueFullError RequestFailedError "
+    "RequestTimeoutError RequestTooLargeError UnknownModelError",
+    "engine.media": "Content Picture PictureFile",
+    "engine.requests": "CUT_LONG WINDOW_LONG ClassifyResult EmbedResult Progress RankedDocument RerankResult "
+    "ScoreResult SparseEmbedResult SparseVector TokenEmbedResult TokenizedText Truncation Usage",
+    "engine.several.cascade": "CascadeDocument CascadeResult Stage StageResult",
+    "engine.several.engines": "Engines",
+    "engine.sync": "SyncEngine",
+    "engine.tenants": "Tenant",
+    "pooling.muvera": "Muvera",
+    "pooling.query_rows": "QueryRows",
+    "pooling.vectors": "Vectors",
 }
+_MODULES = {name: f"maxsimd.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name == "__all__":  # as a constant, it would hide the names above from type checkers
+        return [*_MODULES]
+    if name not in _MODULES:
         raise AttributeError(f"module 'maxsimd.engine' has no attribute {name!r}")
-    home = _HOME.get(name) or ("engine.errors" if name.endswith("Error") else "engine.requests")
-    return getattr(import_module(f"maxsimd.{home}"), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})
