@@ -20,150 +20,15 @@ from typing import TypeVar
 
 from maxsimd.engine.cache.embeddings import CachedEmbedding, Entries
 
-_TABLES = (
-    # The larger the sequence number, the newer the entry.
-    "CREATE TABLE entries (sequence INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, data BLOB NOT NULL)",
-    # In one row, because SQLite would go through all entries to count them.
-    "CREATE TABLE counts (entries INTEGER NOT NULL)",
-    "INSERT INTO counts VALUES (0)",
-)
-# The most entries dropped, and the most pages given back, in one transaction.
-_MOST_DROPPED = _MOST_GIVEN_BACK = 256
+log = logging.getLogger(__name__)
 
-
-class DamagedError(Exception):
-    """The database is ours but cannot be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """The size of a database: entries, bytes of the pages in use, and bytes of the file."""
-
-    entries: int
-    nbytes: int
-    file_bytes: int
-
-
-def create_tables(connection: sqlite3.Connection, page: int, application: int, version: int) -> None:
-    """Creates the tables of a new database. Raises sqlite3.OperationalError if it has other tables."""
-    if not _has_tables(connection):
-        # This cannot be set later, and the second of them writes at once.
-        connection.execute(f"PRAGMA page_size = {page}")
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        with _transaction(connection):
-            # Another process may have been quicker.
-            if not _has_tables(connection):
-                for statement in _TABLES:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA application_id = {application}")
-                connection.execute(f"PRAGMA user_version = {version}")
-    connection.execute("SELECT sequence, key, data, entries FROM entries, counts LIMIT 0").fetchall()
-
-
-def is_other_layout(error: Exception) -> bool:
-    """Whether an error says that a table or column is missing, or that SQLite cannot read its format."""
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
-
-
-def read_entry(connection: sqlite3.Connection, key: bytes) -> bytes | None:
-    rows = connection.execute("SELECT data FROM entries WHERE key = ?", (key,)).fetchall()
-    return _as_bytes(rows[0][0]) if rows else None
-
-
-def read_entry_before(connection: sqlite3.Connection, sequence: int) -> tuple[int, bytes, bytes] | None:
-    """Returns sequence number, key and data of the newest entry older than `sequence`."""
-    statement = "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
-    for older, key, data in connection.execute(statement, (sequence,)).fetchall():
-        if older >= sequence:  # or reading on from there might never end
-            raise DamagedError("its entries are out of order")
-        return older, _as_bytes(key), _as_bytes(data)
-    return None
-
-
-def write_entries(connection: sqlite3.Connection, entries: list[tuple[bytes, bytes]]) -> None:
-    """Writes entries as the newest."""
-    with _transaction(connection):
-        replaced = 0
-        for key, data in entries:
-            replaced += connection.execute("DELETE FROM entries WHERE key = ?", (key,)).rowcount
-            connection.execute("INSERT INTO entries (key, data) VALUES (?, ?)", (key, data))
-        connection.execute("UPDATE counts SET entries = entries + ?", (len(entries) - replaced,))
-
-
-def drop_entry(connection: sqlite3.Connection, key: bytes) -> None:
-    if not connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchall():
-        return
-    with _transaction(connection):
-        dropped = connection.execute("DELETE FROM entries WHERE key = ?", (key,)).rowcount
-        connection.execute("UPDATE counts SET entries = entries - ?", (dropped,))
-
-
-def drop_oldest_entries(connection: sqlite3.Connection, nbytes: int) -> int:
-    """Drops the oldest entries until `nbytes` are free, a few hundred at most. Returns how many."""
-    with _transaction(connection):
-        oldest = f"SELECT sequence, length(data) FROM entries ORDER BY sequence LIMIT {_MOST_DROPPED}"
-        last = None
-        for sequence, length in connection.execute(oldest).fetchall():
-            last = sequence
-            nbytes -= length or 0
-            if nbytes <= 0:
-                break
-        dropped = connection.execute("DELETE FROM entries WHERE sequence <= ?", (last,)).rowcount
-        connection.execute("UPDATE counts SET entries = entries - ?", (dropped,))
-    return dropped
-
-
-def clear_entries(connection: sqlite3.Connection) -> None:
-    """Drops all entries, and shrinks the file if possible."""
-    with _transaction(connection):
-        connection.execute("DELETE FROM entries")
-        connection.execute("UPDATE counts SET entries = 0")
-    # VACUUM copies what is left, which is nothing; giving pages back is far slower.
-    with suppress(sqlite3.OperationalError):
-        connection.execute("VACUUM")
-
-
-def shrink_file(connection: sqlite3.Connection, nbytes: int) -> None:
-    """Shortens the file by up to `nbytes` of unused pages, a few MiB at most."""
-    pages = min(-(-nbytes // _pragma(connection, "page_size")), _MOST_GIVEN_BACK)
-    # A script, because sqlite3 stops a statement without columns after its first row: one page here.
-    connection.executescript(f"PRAGMA incremental_vacuum({pages})")
-
-
-def count_usage(connection: sqlite3.Connection) -> Usage:
-    pages, free = _pragma(connection, "page_count"), _pragma(connection, "freelist_count")
-    size = _pragma(connection, "page_size")
-    match connection.execute("SELECT entries FROM counts").fetchall():
-        case [(int(entries),)]:
-            return Usage(entries, (pages - free) * size, pages * size)
-    raise DamagedError("the number of its entries is missing")
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
-    return int(connection.execute(f"PRAGMA {name}").fetchall()[0][0])
-
-
-def _has_tables(connection: sqlite3.Connection) -> bool:
-    return bool(connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall())
-
-
-def _as_bytes(value: object) -> bytes:
-    """Damage may give a value another type."""
-    return value if isinstance(value, bytes) else b""
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Commits all writes within, or none."""
-    connection.execute("BEGIN IMMEDIATE")
-    yield
-    connection.execute("COMMIT")
-
+T = TypeVar("T")
+# The device and inode of a file: another file may get its path.
+Identity = tuple[int, int]
 
 FILE = "maxsimd-embeddings.sqlite3"
 # A damaged database gets this name, in place of an earlier one.
 DAMAGED_FILE = "maxsimd-embeddings.damaged.sqlite3"
-
 # Each new key rewrites a whole page of the index, so pages are small; but large entries take many of them.
 PAGE = 16 * 1024
 # The most bytes written at once, so that nobody waits for long.
@@ -172,7 +37,26 @@ PORTION = 2 * 1024 * 1024
 LOCK_SECONDS = 0.2
 # The largest entry: a damaged length cannot ask for more memory.
 LARGEST = 256 * 1024 * 1024
+# The pause after a failure: a request with many documents waits for a lock once, not once for each.
+PAUSE_SECONDS = 1.0
+SECONDS_BETWEEN_WARNINGS = 60.0
+# The least interval between counts of what other processes write.
+SECONDS_BETWEEN_COUNTS = 1.0
 
+_TABLES = (
+    # The larger the sequence number, the newer the entry.
+    "CREATE TABLE entries (sequence INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, data BLOB NOT NULL)",
+    # In one row, because SQLite would go through all entries to count them.
+    "CREATE TABLE counts (entries INTEGER NOT NULL)",
+    "INSERT INTO counts VALUES (0)",
+)
+_ADD_TO_COUNT = "UPDATE counts SET entries = entries + ?"
+# The most entries dropped, and the most pages given back, in one transaction.
+_MOST_DROPPED = _MOST_GIVEN_BACK = 256
+# Bytes beside the entries.
+_OVERHEAD = 8 * PAGE
+# Above any sequence number.
+_END = (1 << 63) - 1
 _MAGIC = b"SQLite format 3\0"
 # SQLite's header: magic, versions for writing and reading, schema cookie, user version, application id.
 _HEADER = struct.Struct(">16s2x2B20xI16xi4xi")
@@ -181,8 +65,9 @@ _WITHOUT_LOG = 1
 _APPLICATION = int.from_bytes(b"mxsd", "big")
 _VERSION = 1
 
-# The device and inode of a file: another file may get its path.
-Identity = tuple[int, int]
+
+class DamagedError(Exception):
+    """The database is ours but cannot be used."""
 
 
 class NotOursError(Exception):
@@ -251,9 +136,9 @@ class Database:
         try:
             with self.connection() as connection:
                 self.identity = identify(self._path)
-                create_tables(connection, PAGE, _APPLICATION, _VERSION)
+                _create_tables(connection)
         except sqlite3.OperationalError as error:
-            if is_other_layout(error):
+            if _is_other_layout(error):
                 raise DamagedError(str(error)) from error
             raise
 
@@ -300,22 +185,6 @@ def identify(path: str) -> Identity | None:
     return status.st_dev, status.st_ino
 
 
-def set_aside(folder: Path, damaged: Identity | None) -> bool:
-    """Renames a damaged database; False if another process was quicker. Raises NotOursError or OSError."""
-    path = _path(folder)
-    if damaged is None or identify(path) != damaged:
-        return False
-    with suppress(DamagedError):
-        _examine(path)  # someone may have written something else over it
-    os.replace(path, Path(path).with_name(DAMAGED_FILE))
-    return True
-
-
-def forget_damaged(folder: Path) -> None:
-    """Removes the renamed database. Raises OSError."""
-    (folder / DAMAGED_FILE).unlink(missing_ok=True)
-
-
 def is_damage(error: Exception) -> bool:
     """Whether an error means damage, not a lock, a full disk, missing permission or the like."""
     # SQLite's messages quote table definitions, which cannot be decoded if they are damaged.
@@ -323,18 +192,17 @@ def is_damage(error: Exception) -> bool:
         return True
     # Our own entries are never too big, or there twice.
     codes = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_CONSTRAINT)
-    return _code(error) in codes
+    return _has_code(error, *codes)
 
 
-def is_lock(error: Exception) -> bool:
-    """Whether an error says that another process has locked the database."""
-    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+def _is_other_layout(error: Exception) -> bool:
+    """Whether an error says that a table or column is missing, or that SQLite cannot read its format."""
+    return _has_code(error, sqlite3.SQLITE_ERROR)
 
 
-def _code(error: Exception) -> int | None:
-    """SQLite's error code without its extended bits."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return None if code is None else int(code) & 0xFF
+def _has_code(error: Exception, *codes: int) -> bool:
+    """Whether an error has one of SQLite's codes, without their extended bits."""
+    return getattr(error, "sqlite_errorcode", -1) & 0xFF in codes
 
 
 def _path(folder: Path) -> str:
@@ -394,13 +262,32 @@ def _connect(path: str) -> sqlite3.Connection:
     return connection
 
 
-log = logging.getLogger(__name__)
+def _create_tables(connection: sqlite3.Connection) -> None:
+    """Creates the tables of a new database. Raises sqlite3.OperationalError if it has other tables."""
+    if not _has_tables(connection):
+        # This cannot be set later, and the second of them writes at once.
+        connection.execute(f"PRAGMA page_size = {PAGE}")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        with _transaction(connection):
+            # Another process may have been quicker.
+            if not _has_tables(connection):
+                for statement in _TABLES:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
+    connection.execute("SELECT sequence, key, data, entries FROM entries, counts LIMIT 0").fetchall()
 
-T = TypeVar("T")
 
-# The pause after a failure: a request with many documents waits for a lock once, not once for each.
-PAUSE_SECONDS = 1.0
-SECONDS_BETWEEN_WARNINGS = 60.0
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall())
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Commits all writes within, or none."""
+    connection.execute("BEGIN IMMEDIATE")
+    yield
+    connection.execute("COMMIT")
 
 
 class GuardedDatabase:
@@ -433,11 +320,6 @@ class GuardedDatabase:
         self._reading.paused_until = self._writing.paused_until = 0.0
         self._attempt(self._writing, lambda connection: None)
 
-    def forget_damaged(self) -> None:
-        """Removes a renamed database if possible."""
-        with suppress(OSError, ValueError):
-            forget_damaged(self._folder)
-
     def close(self) -> None:
         """Ends all use of the database."""
         if self._must_clear and not self._closed:
@@ -456,8 +338,7 @@ class GuardedDatabase:
                 return None
             with database.connection() as connection:
                 if self._must_clear:
-                    clear_entries(connection)
-                    self._must_clear = False
+                    self._clear(connection)
                 result = work(connection)
         except Exception as error:
             access.pause()
@@ -465,6 +346,16 @@ class GuardedDatabase:
             return None
         access.warnings.forget()
         return result
+
+    def _clear(self, connection: sqlite3.Connection) -> None:
+        """Drops all entries, and shrinks the file if possible."""
+        with _transaction(connection):
+            connection.execute("DELETE FROM entries")
+            connection.execute("UPDATE counts SET entries = 0")
+        # VACUUM copies what is left, which is nothing; giving pages back is far slower.
+        with suppress(sqlite3.OperationalError):
+            connection.execute("VACUUM")
+        self._must_clear = False
 
     def _open(self) -> Database | None:
         """Returns the open database, opening it if needed. None while another thread opens it, and if its
@@ -500,7 +391,7 @@ class GuardedDatabase:
 
     def _handle(self, error: Exception, access: "_Access", database: Database | None) -> None:
         """Logs a failure, and closes a database that is damaged or has lost its tables."""
-        if is_lock(error):
+        if _has_code(error, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             self._locks.say("was locked for too long, so documents are encoded instead")
         elif database is None:
             self._pause()
@@ -508,7 +399,7 @@ class GuardedDatabase:
         elif is_damage(error):
             self._begin_anew(error, access, database)
         else:
-            if is_other_layout(error):
+            if _is_other_layout(error):
                 self._let_go(database)
             access.warnings.say(f"cannot be {access.name}: {_reason(error)}")
 
@@ -526,8 +417,14 @@ class GuardedDatabase:
             self._opening.release()
 
     def _set_aside(self, error: Exception, damaged: Identity | None) -> bool:
-        if not set_aside(self._folder, damaged):
+        """Renames a damaged database. False if another process was quicker. Raises NotOursError or
+        OSError."""
+        path = _path(self._folder)
+        if damaged is None or identify(path) != damaged:
             return False
+        with suppress(DamagedError):
+            _examine(path)  # someone may have written something else over it
+        os.replace(path, Path(path).with_name(DAMAGED_FILE))
         _log(self._folder, f"was damaged ({_reason(error)}); it is begun anew beside {DAMAGED_FILE}")
         return True
 
@@ -593,12 +490,13 @@ def _printable(what: object) -> str:
     return "".join(character if character.isprintable() else "?" for character in str(what))[:300]
 
 
-# The least interval between counts of what other processes write.
-SECONDS_BETWEEN_COUNTS = 1.0
-# Bytes beside the entries.
-_OVERHEAD = 8 * PAGE
-# Above any sequence number.
-_END = (1 << 63) - 1
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The size of a database: entries, bytes of the pages in use, and bytes of the file."""
+
+    entries: int
+    nbytes: int
+    file_bytes: int
 
 
 class DiskStore:
@@ -609,6 +507,7 @@ class DiskStore:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.limit = limit
+        self._folder = folder
         self._database = GuardedDatabase(folder)
         self._warnings = Warnings(folder)
         self._usage = Usage(0, 0, 0)
@@ -630,7 +529,7 @@ class DiskStore:
         found = self._database.read(partial(self._find, key=key))
         if not found:
             return None
-        [entry] = found
+        entry = found[0]
         if entry is None:
             self._warnings.say("holds entries that are damaged, which are left out")
             self.drop(key)
@@ -640,7 +539,7 @@ class DiskStore:
         """Yields entries, the newest first; None for a damaged one. Ends early if reading fails."""
         sequence = _END
         # One by one, because nobody can write during a read.
-        while found := self._database.read(partial(_find_before, sequence=sequence)):
+        while found := self._database.read(partial(_read_before, sequence=sequence)):
             sequence, key, entry = found
             yield key, entry
 
@@ -657,7 +556,8 @@ class DiskStore:
         self._usage = Usage(0, 0, 0)
         self._database.clear()
         self._database.read(self._count)
-        self._database.forget_damaged()
+        with suppress(OSError, ValueError):
+            (self._folder / DAMAGED_FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Makes the store appear empty."""
@@ -667,8 +567,8 @@ class DiskStore:
         """Returns [] if there is no entry, [None] if it is damaged."""
         if time.monotonic() - self._counted_at >= SECONDS_BETWEEN_COUNTS:
             self._count(connection)
-        data = read_entry(connection, key)
-        return [] if data is None else [CachedEmbedding.from_bytes(key, data)]
+        rows = connection.execute("SELECT data FROM entries WHERE key = ?", (key,)).fetchall()
+        return [CachedEmbedding.from_bytes(key, _as_bytes(data)) for (data,) in rows]
 
     def _portions(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> Iterator[Entries]:
         """Yields portions to write at once. Entries too large for the store are left out."""
@@ -689,37 +589,76 @@ class DiskStore:
     def _write(self, connection: sqlite3.Connection, entries: Entries) -> None:
         data = [(key, entry.to_bytes(key)) for key, entry in entries]
         self._make_room(connection, sum(_most_bytes(len(value)) for _, value in data))
-        write_entries(connection, data)
+        with _transaction(connection):
+            replaced = 0
+            for row in data:
+                replaced += connection.execute("DELETE FROM entries WHERE key = ?", row[:1]).rowcount
+                connection.execute("INSERT INTO entries (key, data) VALUES (?, ?)", row)
+            connection.execute(_ADD_TO_COUNT, (len(data) - replaced,))
         self._count(connection)
-        # Only if an earlier limit was higher.
-        if self._usage.file_bytes > self.limit:
-            shrink_file(connection, self._usage.file_bytes - self.limit)
+        excess = self._usage.file_bytes - self.limit
+        if excess > 0:  # only if an earlier limit was higher
+            pages = min(-(-excess // _pragma(connection, "page_size")), _MOST_GIVEN_BACK)
+            # A script, because sqlite3 stops a statement without columns after its first row: one page here.
+            connection.executescript(f"PRAGMA incremental_vacuum({pages})")
 
     def _make_room(self, connection: sqlite3.Connection, nbytes: int) -> None:
-        while (lacking := count_usage(connection).nbytes + nbytes - self.limit) > 0:
-            dropped = drop_oldest_entries(connection, lacking)
+        """Drops the oldest entries until `nbytes` are free."""
+        while (lacking := _usage(connection).nbytes + nbytes - self.limit) > 0:
+            with _transaction(connection):
+                oldest = f"SELECT sequence, length(data) FROM entries ORDER BY sequence LIMIT {_MOST_DROPPED}"
+                last = None
+                for sequence, length in connection.execute(oldest).fetchall():
+                    last = sequence
+                    lacking -= length or 0
+                    if lacking <= 0:
+                        break
+                dropped = connection.execute("DELETE FROM entries WHERE sequence <= ?", (last,)).rowcount
+                connection.execute(_ADD_TO_COUNT, (-dropped,))
             if dropped == 0:
                 return
             self.evictions += dropped
 
     def _drop(self, connection: sqlite3.Connection, key: bytes) -> None:
-        drop_entry(connection, key)
+        if connection.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchall():
+            with _transaction(connection):
+                dropped = connection.execute("DELETE FROM entries WHERE key = ?", (key,)).rowcount
+                connection.execute(_ADD_TO_COUNT, (-dropped,))
         self._count(connection)
 
     def _count(self, connection: sqlite3.Connection) -> None:
         self._counted_at = time.monotonic()
-        self._usage = count_usage(connection)
+        self._usage = _usage(connection)
 
 
-def _find_before(
+def _read_before(
     connection: sqlite3.Connection, sequence: int
 ) -> tuple[int, bytes, CachedEmbedding | None] | None:
     """Returns sequence number, key and entry (None if damaged) of the newest entry older than `sequence`."""
-    found = read_entry_before(connection, sequence)
-    if found is None:
-        return None
-    older, key, data = found
-    return older, key, CachedEmbedding.from_bytes(key, data)
+    statement = "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
+    for older, key, data in connection.execute(statement, (sequence,)).fetchall():
+        if older >= sequence:  # or reading on from there might never end
+            raise DamagedError("its entries are out of order")
+        return older, _as_bytes(key), CachedEmbedding.from_bytes(_as_bytes(key), _as_bytes(data))
+    return None
+
+
+def _usage(connection: sqlite3.Connection) -> Usage:
+    pages, free = _pragma(connection, "page_count"), _pragma(connection, "freelist_count")
+    size = _pragma(connection, "page_size")
+    match connection.execute("SELECT entries FROM counts").fetchall():
+        case [(int(entries),)]:
+            return Usage(entries, (pages - free) * size, pages * size)
+    raise DamagedError("the number of its entries is missing")
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchall()[0][0])
+
+
+def _as_bytes(value: object) -> bytes:
+    """Damage may give a value another type."""
+    return value if isinstance(value, bytes) else b""
 
 
 def _most_bytes(length: int) -> int:
