@@ -3,10 +3,10 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, TypedDict, cast
+from typing import TypedDict, cast
 
 from maxsimd.engine.engine import SCORE_DEFAULTS, Engine
 from maxsimd.engine.errors import (
@@ -47,10 +47,12 @@ async def check_stage(
     # The model takes all embeddings or none, and all pictures or none.
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
     kinds = {kind: await _refusal(engine, query, one, options) for kind, one in one_of_each.items()}
+    texts: list[tuple[int, str]] = []
     for i, document in enumerate(documents):
-        if not isinstance(document, str):
-            _note(found, i, kinds[type(document)])
-    texts = [(i, document) for i, document in enumerate(documents) if isinstance(document, str)]
+        if isinstance(document, str):
+            texts.append((i, document))
+        elif (refusal := kinds[type(document)]) is not None:
+            found[i] = refusal
     if not texts:
         await _refusal(engine, query, _SHORTEST_TEXT, options)
     most = len(documents) - num_coming
@@ -59,18 +61,13 @@ async def check_stage(
     if room > 0 and await _refusal(engine, query, texts[room][1], options) is None:
         return
     for i, text in texts[:_MOST_TRIED]:
-        if len(found) > most or not _note(found, i, await _refusal(engine, query, text, options)):
+        if len(found) > most or (refusal := await _refusal(engine, query, text, options)) is None:
             break
+        found[i] = refusal
     if len(found) > most:
         first = min(found)
         message = str(found[first]).replace("documents[0]", f"documents[{first}]")
         raise InvalidRequestError(message, found[first].param)
-
-
-def _note(found: dict[int, InvalidRequestError], index: int, refusal: InvalidRequestError | None) -> bool:
-    if refusal is not None:
-        found[index] = refusal
-    return refusal is not None
 
 
 async def _refusal(
@@ -172,35 +169,6 @@ def _of_stage(
     return InvalidRequestError(message, error.param)
 
 
-class _Planned(NamedTuple):
-    stage: Stage
-    engine: Engine
-    options: ScoreOptions
-
-
-def _planned(
-    engine_of: Callable[[str], Engine], stages: Sequence[Stage], options: CascadeOptions
-) -> list[_Planned]:
-    """Raises UnknownModelError and the like."""
-    for_all = {name: value for name, value in options.items() if name not in _OF_LAST}
-    plan = []
-    for i, stage in enumerate(stages, start=1):
-        own = {**(options if i == len(stages) else for_all), "instruction": stage.instruction}
-        plan.append(_Planned(stage, engine_of(stage.model), cast("ScoreOptions", own)))
-    return plan
-
-
-async def _check_later_stages(plan: Sequence[_Planned], query: Scorable, documents: Sequence[Item]) -> None:
-    """Raises InvalidRequestError for what a later stage is sure to refuse."""
-    num_coming = len(documents)
-    for before, (stage, engine, options) in pairwise(plan):
-        num_coming = min(num_coming, before.stage.keep or num_coming)
-        try:
-            await check_stage(engine, query, documents, num_coming, options)
-        except InvalidRequestError as error:
-            raise _of_stage(error, stage, range(len(documents))) from error
-
-
 async def run_cascade(
     engine_of: Callable[[str], Engine],
     query: Scorable,
@@ -213,35 +181,46 @@ async def run_cascade(
     stage runs, and RequestTimeoutError between stages."""
     check_stages(stages)
     begun = time.perf_counter()
-    plan = _planned(engine_of, stages, options)
+    for_all = {name: value for name, value in options.items() if name not in _OF_LAST}
+    own: list[Mapping[str, object]] = [*[for_all] * (len(stages) - 1), options]
+    plan = [  # raises UnknownModelError and the like
+        (stage, engine_of(stage.model), cast("ScoreOptions", {**given, "instruction": stage.instruction}))
+        for stage, given in zip(stages, own, strict=True)
+    ]
     items = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
+    num_coming = len(items)
     try:
         async with asyncio.timeout(deadline):
-            await _check_later_stages(plan, query, items)
+            for (before, *_), (stage, engine, of_stage) in pairwise(plan):
+                num_coming = min(num_coming, before.keep or num_coming)
+                try:
+                    await check_stage(engine, query, items, num_coming, of_stage)
+                except InvalidRequestError as error:
+                    raise _of_stage(error, stage, range(len(items))) from error
     except TimeoutError:
         assert deadline is not None
         raise RequestTimeoutError.after(deadline) from None
-    given: Sequence[Scorable] = items
-    indexes: Sequence[int] = range(len(given))
+    left_over: Sequence[Scorable] = items
+    indexes: Sequence[int] = range(len(items))
     done: list[StageResult] = []
-    for stage, engine, own in plan:
+    for stage, engine, of_stage in plan:
         started = time.perf_counter()
         left = None if deadline is None else deadline - (started - begun)
         if deadline is not None and left is not None and left <= 0:
             raise RequestTimeoutError.after(deadline)
         try:
-            in_time: ScoreOptions = {**own, "timeout": left}
-            ranking = await engine.rerank(query, given, top_n=stage.keep, **in_time)
+            in_time: ScoreOptions = {**of_stage, "timeout": left}
+            ranking = await engine.rerank(query, left_over, top_n=stage.keep, **in_time)
         except RequestTimeoutError:
             assert deadline is not None
             raise RequestTimeoutError.after(deadline) from None
         except (InvalidRequestError, RequestFailedError) as error:
             raise _of_stage(error, stage, indexes) from error
         milliseconds = 1000 * (time.perf_counter() - started)
-        done.append(StageResult(stage.model, len(given), milliseconds, ranking))
+        done.append(StageResult(stage.model, len(left_over), milliseconds, ranking))
         if len(done) < len(plan):
             best = [one.index for one in ranking.results]
-            indexes, given = [indexes[each] for each in best], [given[each] for each in best]
+            indexes, left_over = [indexes[each] for each in best], [left_over[each] for each in best]
     last = done[-1]
     results = [
         CascadeDocument(indexes[one.index], one.score, one.document, last.model)

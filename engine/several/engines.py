@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias, Unpack
+from typing import NamedTuple, Self, Unpack
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -69,43 +69,14 @@ class SharedEngine(Engine):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loading:
-    """Its checkpoint is being read and checked."""
+class _State:
+    """The state of a model, in a word, and the engine of a model that is served. Each load has its own."""
 
-    def __str__(self) -> str:
-        return "loading"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Serving:
-    """Its engine takes requests."""
-
-    engine: Engine
-
-    def __str__(self) -> str:
-        return "ok"
+    text: str
+    engine: Engine | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Failed:
-    """It could not be loaded, or its engine has died; its memory is free."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        return f"failed: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Dropped:
-    """It was served and is not any more."""
-
-    def __str__(self) -> str:
-        return "dropped"
-
-
-State: TypeAlias = Loading | Serving | Failed | Dropped
-
+_LOADING, _OK, _FAILED, _DROPPED = "loading", "ok", "failed: ", "dropped"
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +85,10 @@ GRACE_SECONDS = 30.0
 
 
 class _Dropping(NamedTuple):
-    """A model that is being dropped, with its state before; `done` when it is gone."""
+    """A model that is being dropped, with the engine that it had; `done` when it is gone."""
 
     name: str
-    state: State
+    engine: Engine | None
     done: asyncio.Future[None]
 
 
@@ -143,7 +114,7 @@ class Engines:
             check_weight(weight)
             if name not in configs:
                 raise ValueError(f"there is a weight for {name!r}, but no such model")
-        self._states: dict[str, State] = {}
+        self._states = {name: _State(_LOADING) for name in configs}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._devices = SharedDevices()
         # None while no model runs.
@@ -160,8 +131,6 @@ class Engines:
         # The engines' metrics, with the label `model`.
         self.registry = CollectorRegistry()
         self.registry.register(MetricsByModel(self._registries))
-        for name in configs:
-            self._states[name] = Loading()
 
     async def __aenter__(self) -> Self:
         try:
@@ -185,7 +154,7 @@ class Engines:
         self._check_may_load()
         if self._loading:
             raise EngineRunningError("models are being loaded already; wait for that")
-        loadings = {name: Loading() for name in self._configs if not isinstance(self._states[name], Serving)}
+        loadings = {name: _State(_LOADING) for name in self._configs if self._states[name].engine is None}
         self._states |= loadings
         self._loading |= loadings.keys()
         try:
@@ -202,8 +171,8 @@ class Engines:
         self._num_stops += 1
         try:
             for going in list(self._dropping):
-                if isinstance(going.state, Serving):
-                    await going.state.engine.stop(grace)
+                if going.engine is not None:
+                    await going.engine.stop(grace)
             ends = [self._end(name, grace) for name in self._states]
             ended = await asyncio.gather(*ends, return_exceptions=True)
             await self._until_gone()
@@ -219,24 +188,23 @@ class Engines:
     @property
     def names(self) -> tuple[str, ...]:
         """The models that are loading, served or failed, in the order in which they came."""
-        return tuple(name for name, state in self._states.items() if not isinstance(state, Dropped))
+        return tuple(name for name, state in self._states.items() if state.text != _DROPPED)
 
     def state(self, name: str) -> str:
         """ "loading", "ok", "failed: reason" or "dropped". Raises UnknownModelError."""
-        return str(self._state(name))
+        return self._state(name).text
 
     def __getitem__(self, name: str) -> Engine:
         """The engine of a model. Raises UnknownModelError, ModelFailedError, ModelDroppedError, and
         EngineNotReadyError while it is loading."""
-        match self._state(name):
-            case Serving(engine):
-                return engine
-            case Failed(reason):
-                raise ModelFailedError(f"the model {name!r} has failed: {reason}")
-            case Dropped():
-                raise ModelDroppedError(f"the model {name!r} has been dropped")
-            case Loading():
-                raise EngineNotReadyError(f"the model {name!r} is being loaded")
+        state = self._state(name)
+        if state.engine is not None:
+            return state.engine
+        if state.text == _LOADING:
+            raise EngineNotReadyError(f"the model {name!r} is being loaded")
+        if state.text == _DROPPED:
+            raise ModelDroppedError(f"the model {name!r} has been dropped")
+        raise ModelFailedError(f"the model {name!r} has {state.text}")
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -254,13 +222,13 @@ class Engines:
         nothing."""
         check_weight(weight)
         self._check_may_load()
-        match self._states.get(name):
-            case Serving():
-                raise EngineRunningError(f"there is a model {name!r} already; drop it first")
-            case Loading():
-                raise EngineRunningError(f"the model {name!r} is being loaded already, or will be by start()")
-        self._states.pop(name, None)
-        loading = self._states[name] = Loading()
+        before = self._states.get(name)
+        if before is not None and before.engine is not None:
+            raise EngineRunningError(f"there is a model {name!r} already; drop it first")
+        if before is not None and before.text == _LOADING:
+            raise EngineRunningError(f"the model {name!r} is being loaded already, or will be by start()")
+        self._states.pop(name, None)  # it comes last now
+        loading = self._states[name] = _State(_LOADING)
         self._loading.add(name)
         try:
             await self._start(name, loading, config, weight)
@@ -272,7 +240,7 @@ class Engines:
         memory. Who still waits then gets EngineDeadError. One that is being dropped already is waited for.
         Raises UnknownModelError, and EngineRunningError while it is loaded."""
         self._check_loop()
-        if isinstance(self._state(name), Loading):
+        if self._state(name).text == _LOADING:
             raise EngineRunningError(f"the model {name!r} is being loaded; drop it when it is")
         await self._end(name, grace)
         await self._until_gone(name)
@@ -290,7 +258,7 @@ class Engines:
         of the last stage, and only there `use_activation` and `normalize` apply."""
         return await run_cascade(self.__getitem__, query, documents, stages, deadline, options)
 
-    def _state(self, name: str) -> State:
+    def _state(self, name: str) -> _State:
         state = self._states.get(name)
         if state is None:
             served = ", ".join(self.names) or "none"
@@ -310,60 +278,58 @@ class Engines:
         if self._num_stops:
             raise EngineRunningError("the models are being stopped; wait for that")
 
-    async def _start(self, name: str, loading: Loading, config: EngineConfig, weight: float) -> None:
-        """Raises ModelDroppedError where the model, whose state is `loading`, is dropped meanwhile."""
+    async def _start(self, name: str, loading: _State, config: EngineConfig, weight: float) -> None:
+        """Loads one model and starts its engine, while no other loads. Raises ModelDroppedError where the
+        model, whose state is `loading`, is dropped meanwhile."""
         async with self._one_load:
-            if self._states[name] is loading:
-                await self._start_alone(name, loading, config, weight)
-            else:
+            if self._states[name] is not loading:
                 raise _dropped_while_loading(name)
+            own = config
+            if config.cache_mb is None:
+                self._sharers.add(name)
+                own = replace(config, cache_mb=self._cache_part())
+            engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
+            log.info("the model %s is being loaded", name)
+            try:
+                await engine.start()
+            except BaseException as error:
+                if self._states[name] is loading:
+                    self._fail(name, _reason(error))
+                raise
+            if self._states[name] is not loading:
+                await engine.stop(grace=0)
+                raise _dropped_while_loading(name)
+            self._states[name] = _State(_OK, engine)
+            self._divide_caches()
+            self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
 
-    async def _start_alone(self, name: str, loading: Loading, config: EngineConfig, weight: float) -> None:
-        """Loads one model and starts its engine, while no other loads."""
-        own = config
-        if config.cache_mb is None:
-            self._sharers.add(name)
-            own = replace(config, cache_mb=self._cache_part())
-        engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
-        log.info("the model %s is being loaded", name)
-        try:
-            await engine.start()
-        except BaseException as error:
-            if self._states[name] is loading:
-                self._states[name] = Failed(_reason(error))
-                self._leave_budget(name)
-            raise
-        if self._states[name] is not loading:
-            await engine.stop(grace=0)
-            raise _dropped_while_loading(name)
-        self._states[name] = Serving(engine)
-        self._divide_caches()
-        self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
+    def _fail(self, name: str, reason: str) -> None:
+        self._states[name] = _State(_FAILED + reason)
+        self._leave_budget(name)
 
     async def _watch(self, name: str, engine: Engine) -> None:
         """Once an engine has died, frees what it has left."""
         await engine.until_dead()
         assert engine.death is not None
-        self._states[name] = Failed(engine.death)
-        self._leave_budget(name)
+        self._fail(name, engine.death)
         await engine.stop(grace=0)
         await asyncio.to_thread(free_memory)
 
     async def _end(self, name: str, grace: float | None) -> None:
         """Frees a model that is not dropped yet, at once where this is cancelled."""
-        state = self._states[name]
-        if isinstance(state, Dropped):
+        before = self._states[name]
+        if before.text == _DROPPED:
             return
-        self._states[name] = Dropped()
+        self._states[name] = _State(_DROPPED)
         self._leave_budget(name)
         watch = self._watches.pop(name, None)
-        going = _Dropping(name, state, asyncio.get_running_loop().create_future())
+        going = _Dropping(name, before.engine, asyncio.get_running_loop().create_future())
         self._dropping.append(going)
         try:
-            if isinstance(state, Serving):
+            if before.engine is not None:
                 if watch is not None:
                     watch.cancel()
-                await state.engine.stop(grace)
+                await before.engine.stop(grace)
                 await asyncio.to_thread(free_memory)
             elif watch is not None:  # it is freeing what one that has died has left
                 await asyncio.wait({watch})
@@ -384,10 +350,9 @@ class Engines:
 
     def _divide_caches(self) -> None:
         for name, state in self._states.items():
-            if name in self._sharers and isinstance(state, Serving):
-                cache = state.engine.metrics.cache
-                if cache is not None:
-                    cache.resize(self._cache_part() * MIB)
+            cache = None if state.engine is None else state.engine.metrics.cache
+            if name in self._sharers and cache is not None:
+                cache.resize(self._cache_part() * MIB)
 
     def _cache_part(self) -> int:
         """MiB of one sharer, at least 1: 0 would be no cache."""
@@ -399,7 +364,7 @@ class Engines:
         return {
             name: state.engine.metrics.registry
             for name, state in list(self._states.items())
-            if isinstance(state, Serving)
+            if state.engine is not None
         }
 
 
