@@ -33,54 +33,24 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.holder: Turn | None = None
-        self._members: list[Turn] = []
+        self.members: set[Turn] = set()
         # In order of their requests.
-        self._waiting: dict[Turn, asyncio.Future[None]] = {}
-        self._now = 0.0
-        self._charged_until = -math.inf
+        self.waiting: dict[Turn, asyncio.Future[None]] = {}
+        # The virtual time of the last turn.
+        self.now = 0.0
+        self.charged_until = -math.inf
         self._is_choosing = False
 
     def join(self, weight: float) -> "Turn":
         """Adds a model. Raises ValueError for an invalid weight."""
         check_weight(weight)
         turn = Turn(self, weight)
-        self._members.append(turn)
+        self.members.add(turn)
         return turn
 
-    def leave(self, turn: "Turn") -> None:
-        if turn in self._members:
-            self._members.remove(turn)
-
-    def request(self, turn: "Turn", granted: asyncio.Future[None]) -> None:
-        """Requests a turn; `granted` is done when it starts."""
-        turn.virtual_time = max(turn.virtual_time, self._now - _CREDIT_SECONDS / turn.weight)
-        self._waiting[turn] = granted
-        if self.holder is None:
-            self._choose_after_rounds()
-
-    def withdraw(self, turn: "Turn") -> None:
-        """Withdraws a request, and ends a turn that was granted."""
-        self._waiting.pop(turn, None)
-        if self.holder is turn:
-            self.end(turn)
-
-    def end(self, turn: "Turn") -> None:
-        assert self.holder is turn
-        self.holder = None
-        if self._waiting:
-            self._choose_after_rounds()
-
-    def charge(self, turn: "Turn", started: float) -> float:
-        """Charges a step from `started` until now. Returns its seconds."""
-        now = self.clock()
-        seconds = max(0.0, now - max(started, self._charged_until))
-        self._charged_until = now
-        turn.seconds += seconds
-        turn.virtual_time += seconds / turn.weight
-        return seconds
-
-    def _choose_after_rounds(self) -> None:
-        if len(self._members) == 1:
+    def choose(self) -> None:
+        """Gives the next turn, after some rounds of the event loop, unless a model has it."""
+        if len(self.members) == 1:
             self._grant()
         elif not self._is_choosing:
             self._is_choosing = True
@@ -94,52 +64,68 @@ class Turns:
         self._grant()
 
     def _grant(self) -> None:
-        if self.holder is not None or not self._waiting:
+        if self.holder is not None or not self.waiting:
             return
-        first = min(self._waiting, key=lambda turn: turn.virtual_time)
-        granted = self._waiting.pop(first)
-        self._now = max(self._now, first.virtual_time)
+        first = min(self.waiting, key=lambda turn: turn.virtual_time)
+        granted = self.waiting.pop(first)
+        self.now = max(self.now, first.virtual_time)
         self.holder = first
         if not granted.cancelled():
             granted.set_result(None)
         else:
-            self.end(first)
+            first.end()
 
 
 class Turn:
     """One model's turns: `async with` waits for one and ends it. `seconds` is the device time that the model
-    has used. Only `Turns` changes it."""
+    has used."""
 
     def __init__(self, turns: Turns, weight: float) -> None:
         self._turns = turns
-        self.weight = weight
+        self._weight = weight
         self.seconds = 0.0
         self.virtual_time = 0.0
 
     async def __aenter__(self) -> Self:
+        turns = self._turns
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.request(self, granted)
+        self.virtual_time = max(self.virtual_time, turns.now - _CREDIT_SECONDS / self._weight)
+        turns.waiting[self] = granted
+        if turns.holder is None:
+            turns.choose()
         try:
             await granted
         except asyncio.CancelledError:
-            self._turns.withdraw(self)
+            turns.waiting.pop(self, None)
+            if turns.holder is self:
+                self.end()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._turns.end(self)
+        self.end()
+
+    def end(self) -> None:
+        assert self._turns.holder is self
+        self._turns.holder = None
+        if self._turns.waiting:
+            self._turns.choose()
 
     def charge(self, started: float) -> float:
         """Charges a step from `started` until now. Returns its seconds on the device."""
-        return self._turns.charge(self, started)
+        now = self._turns.clock()
+        seconds = max(0.0, now - max(started, self._turns.charged_until))
+        self._turns.charged_until = now
+        self.seconds += seconds
+        self.virtual_time += seconds / self._weight
+        return seconds
 
     @property
     def is_anothers(self) -> bool:
         """Whether the device runs a step of another model."""
-        holder = self._turns.holder
-        return holder is not None and holder is not self
+        return self._turns.holder not in (None, self)
 
     def leave(self) -> None:
-        self._turns.leave(self)
+        self._turns.members.discard(self)
