@@ -95,12 +95,7 @@ class _Group:
     granted to them divided by their weight."""
 
     virtual_time: float
-    number: int
     turns: OrderedDict[Permit, asyncio.Future[None]] = field(default_factory=OrderedDict)
-
-    @property
-    def first(self) -> Permit:
-        return next(iter(self.turns))
 
 
 class PermitQueue:
@@ -116,7 +111,6 @@ class PermitQueue:
         # others.
         self._now = 0.0
         self._ahead: dict[Share, float] = {}
-        self._numbered = 0
         self._end: str | None = None
 
     def __len__(self) -> int:
@@ -130,8 +124,7 @@ class PermitQueue:
         group = self._groups.get(permit.share)
         if group is None:
             start = max(self._now, self._ahead.pop(permit.share, 0.0))
-            group = self._groups[permit.share] = _Group(start, self._numbered)
-            self._numbered += 1
+            group = self._groups[permit.share] = _Group(start)
         turn = group.turns[permit] = asyncio.get_running_loop().create_future()
         return turn
 
@@ -149,8 +142,8 @@ class PermitQueue:
 
     def firsts(self) -> list[Permit]:
         """The first request of each group, the next one first."""
-        ordered = sorted(self._groups.values(), key=lambda group: (group.virtual_time, group.number))
-        return [group.first for group in ordered]
+        ordered = sorted(self._groups.values(), key=lambda group: group.virtual_time)
+        return [next(iter(group.turns)) for group in ordered]
 
     def grant(self, permit: Permit, weights: Mapping[str, float]) -> bool:
         """Removes the first request of a group and wakes it. Returns whether it still waited; it may have
