@@ -146,7 +146,8 @@ class Engine:
         """Loads the model and starts the actors. Also works after `stop`, and after the engine has died,
         which clears `death`. Raises ModelLoadError, EngineRunningError if the engine runs already, and
         EngineNotReadyError if it is stopped meanwhile."""
-        if self._is_changing or self.is_healthy:
+        is_starting = self._starting is not None and not self._starting.done()
+        if is_starting or self._stopping is not None or self.is_healthy:
             raise EngineRunningError(
                 "the engine is running, or is being started or stopped; stop it first and wait for that"
             )
@@ -654,11 +655,6 @@ class Engine:
     async def _launch(self) -> Running:
         return await launch(self.config, self.metrics, self._died, self._tenants)
 
-    @property
-    def _is_changing(self) -> bool:
-        """Whether a start or a stop is under way."""
-        return self._stopping is not None or (self._starting is not None and not self._starting.done())
-
     def _pop_running(self) -> Running | None:
         running, self._running = self._running, None
         return running
@@ -726,11 +722,11 @@ class DocumentStream(ABC):
                 await asyncio.wait({self._task}, timeout=rest)
             self._news.clear()
             self._looked = time.monotonic()
-            result = self._task.result() if self._task.done() else None
             try:
+                result = self._task.result() if self._task.done() else None
                 documents = await self._new_documents()
             except BaseException:
-                self._news.set()  # if this was cancelled, the next iteration yields them
+                self._news.set()  # the next iteration raises it too, or yields what this would have
                 raise
             self._result = result
             if documents:
