@@ -16,10 +16,8 @@ from maxsimd.scheduler.waiting import (
     Share,
     Shares,
     WaitingRequest,
-    part_of,
     share_of,
     size_class,
-    weight_of,
 )
 
 # The most rounds of the estimate: the longer everything takes, the more the oldest requests get meanwhile.
@@ -31,16 +29,9 @@ _LATEST_STEPS = 16
 # This many seconds of waits count as exactly forecast, beside those that were seen. Forecasts are corrected
 # at most by this factor.
 _TRUSTED_SECONDS, _MOST_TIMES = 2.0, 4.0
-# The oldest request's share of the device. By `maxsimd bench order-of-work --oldest-share`, with one giant in
-# a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of
-# 0.52, 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next
-# to nothing, and the oldest request waits half as long as with 1/16.
-OLDEST_SHARE = 1 / 8
-# Its share once it is overdue: once as much has run since it came as waited with it then. By the same command
-# with `--overdue-share`, shares of 1/8, 1/4 and 1/2 have p99 of 4.5, 3.7 and 3.0 s for requests of 20
-# docstrings at twice the load that can be served. With one giant in a hundred at a load of 0.95, they have
-# mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
-OVERDUE_SHARE = 1 / 4
+# The oldest request's share of the device, and its share once it is overdue: once as much has run since it
+# came as waited with it then. Both were measured (docs/internals/scheduling.md).
+OLDEST_SHARE, OVERDUE_SHARE = 1 / 8, 1 / 4
 # More small requests are expected for this many steps after the last one: for seconds, on a CPU.
 STEPS_BESIDE_SMALL = 256
 # At most this many requests that do not fit are tried for a step, which bounds the time of forming it.
@@ -108,7 +99,6 @@ class StepBuilder:
         return left if self._most is None else max(left, self._most - self._small_tokens)
 
     def room_of(self, request_id: int) -> int:
-        """The tokens left for a request."""
         return self.room_for_small if self._small[request_id] else self.room
 
     def may_have_more_images_of(self, request_id: int) -> bool:
@@ -127,16 +117,11 @@ class StepBuilder:
         return not (self._chunks or self._cached or self._images)
 
     def takes_sequence(self, request_id: int) -> bool:
-        return len(self._chunks) < self._max_sequences and self._takes(request_id, ImageJob)
+        return len(self._chunks) < self._max_sequences and self.takes_beside(request_id, ImageJob)
 
-    def takes_cached(self, request_id: int) -> bool:
-        return self._takes(request_id, ImageJob)
-
-    def takes_image(self, request_id: int) -> bool:
-        return self._takes(request_id, Chunk)
-
-    def _takes(self, request_id: int, other: type) -> bool:
-        return self._most is None or self._small[request_id] or other not in self._larger
+    def takes_beside(self, request_id: int, kind: type) -> bool:
+        """Whether a part of a request may be added beside larger requests' parts of another kind."""
+        return self._most is None or self._small[request_id] or kind not in self._larger
 
     def add(self, part: Chunk | CachedBatch | ImageJob) -> int:
         """Adds a part and returns its cost in tokens."""
@@ -231,11 +216,12 @@ class Scheduler:
         self._shares = Shares(weights or {}, limits.tokens)
         self._requests: dict[int, WaitingRequest] = {}
         self._arrivals = 0
-        self._tokens = 0
+        # Unscheduled tokens, with the prices of cached batches and pictures; sequences that are not
+        # completely scheduled; unscheduled cached batches.
+        self.waiting_tokens = self.waiting_sequences = self.waiting_cached = 0
         self._scheduled_tokens = 0
-        self._sequences = 0
-        self._cached = 0
         self._features = HeldFeatures(limits.features)
+        # The request with a sequence that is scheduled in part; there is at most one.
         self._partial: WaitingRequest | None = None
         # The oldest request, while it waits for another's sequence that is mid-prefill.
         self._next_partial: WaitingRequest | None = None
@@ -246,57 +232,48 @@ class Scheduler:
         self._divisor, self._divided_steps = 1, 0
         self._short_steps = 0
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Unscheduled tokens, including the prices of cached batches and pictures."""
-        return self._tokens
-
-    @property
-    def waiting_sequences(self) -> int:
-        """Sequences that are not completely scheduled."""
-        return self._sequences
-
-    @property
-    def waiting_cached(self) -> int:
-        """Unscheduled cached batches."""
-        return self._cached
-
-    @property
-    def held_features(self) -> int:
-        """Features of scheduled pictures whose sequences are not scheduled."""
-        return self._features.number
-
-    @property
-    def waiting_requests(self) -> int:
-        return len(self._requests)
-
-    @property
-    def is_mid_prefill(self) -> bool:
-        """Whether a sequence is scheduled in part; there is at most one."""
-        return self._partial is not None
-
     def work_ahead(
         self, tokens: int, tenant: str = "", priority: int = 0, coming: Iterable[tuple[Share, int]] = ()
     ) -> int:
         """About how many tokens run before the last one of a request of `tokens` that is admitted now.
-        `coming` are the shares and tokens of requests that are admitted before it."""
-        waiting = chain(((request.share, request.work) for request in self._requests.values()), coming)
-        share = share_of(tenant, priority)
-        weights, oldest_share = self._shares.weights, self._share_of_oldest()
-        return work_ahead(tokens, share, waiting, weights, oldest_share, self.limits.tokens)
+        `coming` are the shares and tokens of requests that are admitted before it.
+
+        Requests of the same share and the same or a lower size class (`size_class`) run before it. Other
+        shares run beside it by weight. The requests get `oldest_share` of everything in turn, oldest first;
+        the part that goes to larger requests of the same share delays it."""
+        share, budget = share_of(tenant, priority), self.limits.tokens
+        own_class = size_class(tokens, budget)
+        own, beside = tokens, dict[Share, int]()
+        # The tokens given to the oldest requests, and how many of them to larger ones of the same share.
+        given, to_larger = [0], [0]
+        for each, work in chain(
+            ((request.share, request.work) for request in self._requests.values()), coming
+        ):
+            is_larger = each == share and size_class(work, budget) > own_class
+            if each != share:
+                beside[each] = beside.get(each, 0) + work
+            elif not is_larger:
+                own += work
+            given.append(given[-1] + work)
+            to_larger.append(to_larger[-1] + work * is_larger)
+        weight, oldest_share = self._shares.weights_of({share, *beside}), self._share_of_oldest()
+        larger, total = 0.0, 0.0
+        for _ in range(_ROUNDS):
+            group = own + larger
+            others = sum(min(work, group * weight[each] / weight[share]) for each, work in beside.items())
+            before, total = total, group + others
+            larger = float(np.interp(total * oldest_share, given, to_larger))
+            if total - before < 1:
+                break
+        return round(total) - tokens
 
     def waiting_of(self, tenant: str) -> int:
         """The part of `waiting_tokens` that is a tenant's."""
         return sum(request.work for request in self._requests.values() if request.share[0] == tenant)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Changes the tenants' weights, 1 by default, for waiting requests too. Raises ValueError, and
-        changes nothing, for a weight that is not positive and finite."""
+        """Changes the tenants' weights, for waiting requests too. Raises ValueError for invalid ones."""
         self._shares.set_weights(weights)
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` new tokens can ever be scheduled."""
-        return self.limits.chunked or num_tokens <= self.limits.tokens
 
     def admit(
         self,
@@ -309,33 +286,19 @@ class Scheduler:
         images: Iterable[ImageJob] = (),
         in_order: bool = False,
     ) -> None:
-        """Queues a request, or adds to a waiting one, which keeps its tenant and priority. Queries, prefixes
-        and pictures come in the same call as the sequences that wait for them, or earlier.
+        """Queues a request of these parts, as `enter` does.
 
         A tenant's requests with a lower `priority` (limited to -8 to 8) get a larger share, by powers of two.
-        A priority above 0 also lets other tenants pass. Sequences run in steps that are full, or `in_order`
-        as given in the first call. Raises ValueError, and queues nothing, for a sequence that can never fit a
-        step."""
-        sequences, cached = list(sequences), list(cached)
-        request = self._requests.get(request_id)
-        if request is None:
-            request = WaitingRequest(request_id, share_of(tenant, priority), in_order)
-            request.add(sequences, cached, images)
-            self.enter(request)
-            return
-        self._check_fits(max((sequence.num_new_tokens for sequence in sequences), default=0))
-        before = request.work
+        A priority above 0 also lets other tenants pass."""
+        request = WaitingRequest(request_id, share_of(tenant, priority), in_order)
         request.add(sequences, cached, images)
-        self._tokens += request.work - before
-        self._sequences += len(sequences)
-        self._cached += len(cached)
-        self._expect_small(request)
-        self._shares.charge(request, 0)
+        self.enter(request)
 
     def enter(self, request: WaitingRequest) -> None:
         """Queues a complete request in constant time. No request with its id may wait. Raises ValueError, and
         does not queue it, if it has a sequence that can never fit a step."""
-        self._check_fits(request.longest)
+        if not self.limits.chunked and request.longest > self.limits.tokens:
+            raise ValueError(f"{request.longest} tokens do not fit a step of {self.limits.tokens}")
         if not request.work:
             return
         if not self._requests:  # an empty queue has saved up nothing for the oldest, and owes nothing
@@ -343,11 +306,12 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._tokens += request.work
-        request.due = self._scheduled_tokens + self._tokens
-        self._sequences += request.num_sequences
-        self._cached += request.num_cached
-        self._expect_small(request)
+        self.waiting_tokens += request.work
+        request.due = self._scheduled_tokens + self.waiting_tokens
+        self.waiting_sequences += request.num_sequences
+        self.waiting_cached += request.num_cached
+        if self._is_small(request):  # more small ones are expected
+            self._short_steps = STEPS_BESIDE_SMALL
         self._shares.join(request)
 
     def cancel(self, request_id: int) -> None:
@@ -355,9 +319,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return
-        self._tokens -= request.work
-        self._sequences -= request.num_sequences
-        self._cached -= request.num_cached
+        self.waiting_tokens -= request.work
+        self.waiting_sequences -= request.num_sequences
+        self.waiting_cached -= request.num_cached
         self._forget(request)
 
     def drop_sequence(self, request_id: int, sequence_id: int) -> None:
@@ -370,8 +334,8 @@ class Scheduler:
             before = request.work
             request.advance(len(sequence) - start)
             self._partial = None
-            self._sequences -= 1
-            self._tokens -= before - request.work
+            self.waiting_sequences -= 1
+            self.waiting_tokens -= before - request.work
             self._shares.charge(request, 0)
             if not request.work:
                 self._forget(request)
@@ -414,15 +378,6 @@ class Scheduler:
     def _is_small(self, request: WaitingRequest) -> bool:
         small = self.limits.beside_small
         return small is not None and request.work <= small
-
-    def _expect_small(self, request: WaitingRequest) -> None:
-        """Makes the next steps short if the request is small: more small ones are expected."""
-        if self._is_small(request):
-            self._short_steps = STEPS_BESIDE_SMALL
-
-    def _check_fits(self, longest: int) -> None:
-        if not self.fits(longest):
-            raise ValueError(f"{longest} tokens do not fit a step of {self.limits.tokens}")
 
     def _serve_oldest(self, builder: StepBuilder) -> bool:
         """Gives the oldest request its part, if it is due one. Returns whether it was."""
@@ -483,9 +438,12 @@ class Scheduler:
         self._shares.restore()
 
     def _take_last_pictures(self, builder: StepBuilder) -> None:
+        """Takes the next request's last pictures: one pass of a tower takes less time than two."""
         request = self._shares.first()
-        if request is not None and builder.may_have_more_images_of(request.request_id):
-            for image in self._features.take_last(request, self.limits.tokens // 2, self._oldest()):
+        if request is None or request.work > self.limits.tokens // 2:
+            return
+        if builder.may_have_more_images_of(request.request_id):
+            while (image := self._features.take(request, None, self._oldest())) is not None:
                 self._add(request, image, builder)
 
     def _fill_gap(self, builder: StepBuilder) -> bool:
@@ -504,13 +462,13 @@ class Scheduler:
         part: Part | None = None
         if takes_sequence:
             part = request.take(room)
-        elif builder.takes_cached(request.request_id):
+        elif builder.takes_beside(request.request_id, ImageJob):
             part = request.take_cached(room)
         if part is None and takes_sequence and self._may_split(request) and request.start_partial():
             self._partial = request
             self._next_partial = None
             return self._continue_partial(builder, most)
-        if part is None and builder.takes_image(request.request_id):
+        if part is None and builder.takes_beside(request.request_id, Chunk):
             part = self._features.take(request, room, self._oldest())
         if part is None and builder.takes_oversized(request.request_id):
             part = self._take_oversized(request, takes_sequence)
@@ -534,12 +492,12 @@ class Scheduler:
     def _add(self, request: WaitingRequest, part: Part, builder: StepBuilder) -> int:
         match part:
             case CachedBatch():
-                self._cached -= 1
+                self.waiting_cached -= 1
                 given = builder.add(part)
             case ImageJob():
                 given = builder.add(part)
             case TokenSequence():
-                self._sequences -= 1
+                self.waiting_sequences -= 1
                 given = builder.add(Chunk(part, part.shared_prefix_len, len(part)))
         self._account(request, given)
         return given
@@ -556,13 +514,13 @@ class Scheduler:
         sequence = request.partial[0]
         if request.advance(given):
             self._partial = None
-            self._sequences -= 1
+            self.waiting_sequences -= 1
             given += sequence.scoring
         self._account(request, given)
         return given
 
     def _account(self, request: WaitingRequest, given: int) -> None:
-        self._tokens -= given
+        self.waiting_tokens -= given
         self._scheduled_tokens += given
         self._shares.charge(request, given)
         if not request.work:
@@ -578,55 +536,6 @@ class Scheduler:
             self._next_partial = None
         if self._passed_over is request:
             self._passed_over = None
-
-
-def work_ahead(
-    tokens: int,
-    share: Share,
-    waiting: Iterable[tuple[Share, int]],
-    weights: Mapping[str, float],
-    oldest_share: float,
-    budget: int,
-) -> int:
-    """About how many tokens run before the last one of a request of `tokens` that comes now.
-
-    `waiting` has each waiting request's share and remaining tokens, oldest first. Requests of the same share
-    and the same or a lower size class (`size_class`) run before it. Other shares run beside it by weight. The
-    requests get `oldest_share` of everything in turn, oldest first; the part that goes to larger requests of
-    the same share delays it.
-    """
-    own_class = size_class(tokens, budget)
-    own, beside = tokens, dict[Share, int]()
-    # The tokens given to the oldest requests, and how many of them to larger ones of the same share.
-    given, to_larger = [0], [0]
-    for each, work in waiting:
-        is_larger = each == share and size_class(work, budget) > own_class
-        if each != share:
-            beside[each] = beside.get(each, 0) + work
-        elif not is_larger:
-            own += work
-        given.append(given[-1] + work)
-        to_larger.append(to_larger[-1] + work * is_larger)
-    weight = _weights({share, *beside}, weights)
-    larger, total = 0.0, 0.0
-    for _ in range(_ROUNDS):
-        group = own + larger
-        others = sum(min(work, group * weight[each] / weight[share]) for each, work in beside.items())
-        before, total = total, group + others
-        larger = float(np.interp(total * oldest_share, given, to_larger))
-        if total - before < 1:
-            break
-    return round(total) - tokens
-
-
-def _weights(shares: set[Share], tenants: Mapping[str, float]) -> dict[Share, float]:
-    together: dict[str, float] = {}
-    for tenant, priority in shares:
-        together[tenant] = together.get(tenant, 0.0) + part_of(priority)
-    return {
-        (tenant, priority): weight_of(tenants.get(tenant, 1.0), priority, together[tenant])
-        for tenant, priority in shares
-    }
 
 
 class ServiceRate:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +99,10 @@ class JoinedTokens:
     attended to and pooled. `types[i]` are the type ids of `parts[i]`, or one for all. Raises ValueError for
     no token."""
 
+    pooled_positions: ClassVar[None] = None
+    position_ids: ClassVar[None] = None
+    images: ClassVar[tuple[PlacedImage, ...]] = ()
+
     parts: tuple[TokenIds, ...]
     types: tuple[TokenIds | int, ...]
     length: int
@@ -144,20 +148,8 @@ class JoinedTokens:
         return self.length
 
     @property
-    def pooled_positions(self) -> None:
-        return None
-
-    @property
     def pooled_ids(self) -> TokenIds:
         return self.ids
-
-    @property
-    def images(self) -> tuple[PlacedImage, ...]:
-        return ()
-
-    @property
-    def position_ids(self) -> None:
-        return None
 
 
 AnyTokens: TypeAlias = Tokens | JoinedTokens
@@ -183,8 +175,7 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPayload:
-    """A document that is scored against the query with the sequence id `query_id`, or against `given_query`,
-    the embedding that the request brought.
+    """A document that is scored against the query with the sequence id `query_id`, or a `given_query`.
 
     With a `cache_key` its embedding is cached, marked as `truncated` if the text was. `window` is None for a
     document in one sequence. `explained` is for documents whose scores are explained."""
@@ -207,8 +198,7 @@ class Payload:
 
     `task` names the pooling method. `slot` is the place of the result; queries and prefixes have none.
     `document` says what a document is scored against. `passages`, int64 [passages, 2], are the first pooled
-    token of each passage and the one after its last, for texts that are read as a whole and pooled by
-    passage."""
+    token of each passage and the one after its last, for texts that are pooled by passage."""
 
     role: Role
     task: str
@@ -349,8 +339,7 @@ class CachedBatch:
 
     `price` is the number of tokens that the device runs in the same time. They are scored in the step of the
     query `waits_for` or later, or in any step against `given_query`, the embedding that the request brought.
-    `query_part` is the part of a long query: its first row and the row after its last, None for all that are
-    left."""
+    `query_part` are the first row of the query and the row after the last; None is its end."""
 
     request_id: int
     waits_for: int
@@ -425,7 +414,6 @@ class Step:
 
     @property
     def others(self) -> tuple[CachedBatch | ImageJob, ...]:
-        """The cached batches and pictures."""
         return (*self.cached, *self.images)
 
     @property
@@ -435,12 +423,10 @@ class Step:
 
     @property
     def num_parts(self) -> int:
-        """The number of chunks, cached batches and pictures."""
         return len(self.chunks) + len(self.cached) + len(self.images)
 
     @property
     def request_ids(self) -> set[int]:
-        """The requests that have parts in the step."""
         of_chunks = {part.sequence.request_id for part in self.chunks}
         return of_chunks | {part.request_id for part in self.others}
 

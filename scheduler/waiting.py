@@ -4,7 +4,7 @@ import math
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -169,7 +169,6 @@ class WaitingRequest:
 
     @property
     def has_sequence(self) -> bool:
-        """Whether a sequence is ready."""
         return bool(self._ready.sequences) or self._next_query() is not None
 
     def add(
@@ -256,8 +255,7 @@ class WaitingRequest:
         return batch
 
     def take_longest(self) -> TokenSequence | None:
-        """Removes and returns the longest ready sequence (the first if `in_order`), else the next query, or
-        None."""
+        """Removes and returns the longest ready sequence (or the first), else the next query, or None."""
         if (sequence := self._ready.sequences.pop()) is not None:
             self._account(sequence)
             return sequence
@@ -371,15 +369,6 @@ class HeldFeatures:
             self._reserved = request
         return image
 
-    def take_last(
-        self, request: WaitingRequest, most: int, oldest: WaitingRequest | None
-    ) -> Iterator[ImageJob]:
-        """Takes a request's last pictures if its work is at most `most`: one pass of a tower takes less time
-        than two."""
-        if request.work <= most:
-            while (image := self.take(request, None, oldest)) is not None:
-                yield image
-
     def end_step(self) -> None:
         """Makes the items ready that wait for the step's pictures."""
         for request in [*self._requests.values()]:
@@ -388,7 +377,6 @@ class HeldFeatures:
                 del self._requests[request.request_id]
 
     def forget(self, request: WaitingRequest) -> None:
-        """Forgets a request that no longer waits."""
         self._requests.pop(request.request_id, None)
         if self._reserved is request:
             self._reserved = None
@@ -409,7 +397,7 @@ class _Group:
     """The waiting requests of one tenant and priority, in order. `virtual_time` is the tokens given to them
     divided by their weight."""
 
-    def __init__(self, share: tuple[str, int], number: int, virtual_time: float) -> None:
+    def __init__(self, share: Share, number: int, virtual_time: float) -> None:
         self.share = share
         self.number = number
         self.virtual_time = virtual_time
@@ -436,21 +424,20 @@ class Shares:
         self._budget = tokens
         self._now = 0.0
         self._numbered = 0
-        self._groups: dict[tuple[str, int], _Group] = {}
+        self._groups: dict[Share, _Group] = {}
         self._order: list[tuple[float, int, _Group]] = []
         # By tenant: the sum of `part_of` for its priorities with work.
         self._priorities: dict[str, float] = {}
         # The virtual times of groups that ran out of work while ahead of the others.
-        self._ahead: dict[tuple[str, int], float] = {}
+        self._ahead: dict[Share, float] = {}
         self._classes: dict[int, int] = {}
         self._hidden: dict[int, WaitingRequest] = {}
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Changes the tenants' weights. The tokens that each is ahead of the others stay the same. Raises
-        ValueError, and changes nothing, for invalid weights."""
+        """Changes the tenants' weights; what each is ahead stays. Raises ValueError, and changes nothing."""
         before, self.weights = self.weights, checked_weights(weights)
 
-        def scaled(share: tuple[str, int], virtual_time: float) -> float:
+        def scaled(share: Share, virtual_time: float) -> float:
             ratio = before.get(share[0], 1.0) / self.weights.get(share[0], 1.0)
             return self._now + (virtual_time - self._now) * ratio
 
@@ -458,8 +445,17 @@ class Shares:
             self._move(group, scaled(share, group.virtual_time))
         self._ahead = {share: scaled(share, time) for share, time in self._ahead.items()}
 
+    def weights_of(self, shares: Iterable[Share]) -> dict[Share, float]:
+        """The weight of each share if these have work."""
+        together: dict[str, float] = {}
+        for tenant, priority in shares:
+            together[tenant] = together.get(tenant, 0.0) + part_of(priority)
+        return {
+            (tenant, priority): weight_of(self.weights.get(tenant, 1.0), priority, together[tenant])
+            for tenant, priority in shares
+        }
+
     def join(self, request: WaitingRequest) -> None:
-        """Adds a request that has work."""
         group = self._groups.get(request.share)
         if group is None:
             self._advance()
@@ -472,7 +468,6 @@ class Shares:
         self._rank(group, request)
 
     def leave(self, request: WaitingRequest) -> None:
-        """Removes a request."""
         group = self._groups[request.share]
         if self._hidden.pop(request.request_id, None) is None:
             self._unrank(group, request)
@@ -523,8 +518,7 @@ class Shares:
         self._advance()
 
     def _advance(self) -> None:
-        """Moves the virtual present to the group that has been given least, and forgets groups without work
-        that are no longer ahead."""
+        """Moves the virtual present to the group given least, and forgets groups no longer ahead."""
         if self._order:
             self._now = max(self._now, self._order[0][0])
         if self._ahead:

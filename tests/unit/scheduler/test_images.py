@@ -44,7 +44,7 @@ def test_every_sequence_runs_once_after_its_pictures(
             if sequence.sequence_id not in last
             and any(image.image_id in encoded for image in sequence.tokens.images)
         )
-        assert scheduler.held_features == held <= max(features, *map(_features, every.values()))
+        assert scheduler._features.number == held <= max(features, *map(_features, every.values()))
         # A large part beside small requests is a stage of its own.
         for part in [step] if beside_small is None else step.stages():
             cost = part.num_tokens + sum(image.price for image in part.images)
@@ -67,7 +67,7 @@ def test_every_sequence_runs_once_after_its_pictures(
             assert first[sequence_id] >= last[document.query_id]
         for image in sequence.tokens.images:
             assert encoded[image.image_id] < first[sequence_id]
-    assert scheduler.waiting_tokens == scheduler.held_features == 0
+    assert scheduler.waiting_tokens == scheduler._features.number == 0
 
 
 def _features(sequence: TokenSequence) -> int:
@@ -101,9 +101,9 @@ def test_pictures_wait_for_features_and_make_few_steps() -> None:
     scheduler = Scheduler(StepLimits(100, 100, chunked=True, features=10))
     admit(scheduler, [[(50, 10)]] * 3)
     scheduler.schedule()
-    assert scheduler.held_features == 10
+    assert scheduler._features.number == 10
     scheduler.cancel(0)
-    assert scheduler.held_features == scheduler.waiting_tokens == 0
+    assert scheduler._features.number == scheduler.waiting_tokens == 0
     assert scheduler.schedule() is None
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, ServiceRate, Step, StepLimits, WaitErrors
-from maxsimd.scheduler.scheduler import work_ahead
 from tests.unit.scheduler.scheduled_requests import cached, run_dry, texts, tokens_by_request
 
 
@@ -48,15 +47,8 @@ def test_requests_finish_by_size(requests: list[tuple[list[int], list[int]]], ex
     assert finishing_order(run_dry(scheduler))[: len(expected)] == expected
 
 
-def test_work_that_is_added_raises_the_class() -> None:
+def test_waiting_tokens_of_a_tenant_are_counted() -> None:
     scheduler = scheduler_of(10)
-    scheduler.admit(-1, texts(-1, [10] * 100))
-    scheduler.schedule()
-    scheduler.admit(0, texts(0, [10]))
-    scheduler.admit(1, texts(1, [10, 10]))
-    scheduler.admit(0, texts(0, [10] * 7))
-    assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
-    # Waiting tokens of a tenant are counted.
     scheduler.admit(0, texts(0, [10] * 20), tenant="a")
     scheduler.admit(1, texts(1, [10] * 5), [cached(1, 7)], priority=3, tenant="a")
     scheduler.admit(2, texts(2, [10] * 9), tenant="b")
@@ -169,7 +161,8 @@ ME, OTHER, THIRD = ("", 0), ("other", 0), ("third", 0)
     ],
 )
 def test_what_is_run_before(tokens: int, waiting: list[tuple[tuple[str, int], int]], expected: int) -> None:
-    assert work_ahead(tokens, ME, waiting, {"third": 3}, 1 / 8, budget=16) == expected
+    scheduler = Scheduler(StepLimits(16, 1000, chunked=False), weights={"third": 3})
+    assert scheduler.work_ahead(tokens, *ME, coming=waiting) == expected
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -75,9 +75,9 @@ class Waiting:
         assert scheduler.waiting_tokens == left + sum(batch.price for batch in self.cached)
         assert scheduler.waiting_sequences == len(self.sequences)
         assert scheduler.waiting_cached == len(self.cached)
-        assert scheduler.waiting_requests == len(requests)
+        assert len(scheduler._requests) == len(requests)
         assert len(partial) <= 1, "one sequence is mid-prefill at a time"
-        assert scheduler.is_mid_prefill == bool(partial)
+        assert (scheduler._partial is not None) == bool(partial)
 
     def check_step(self, step: Step | None) -> None:
         """Checks a step against what waits, and takes it from there."""
@@ -211,7 +211,7 @@ class PlainOrder:
             self.now = max(self.now, min(self.times[group] for group in groups))
 
 
-OPERATIONS = [*["admit"] * 3, "add", "cancel", "drop", *["schedule"] * 3, "reduce"]
+OPERATIONS = [*["admit"] * 4, "cancel", "drop", *["schedule"] * 3, "reduce"]
 
 
 @settings(max_examples=40)
@@ -224,13 +224,13 @@ def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, d
     next_id = 0
     admitted = 0
     for operation in data.draw(st.lists(st.sampled_from(OPERATIONS), max_size=25)):
-        if operation in ("admit", "add"):
-            admitted += operation == "admit" or not admitted
-            sequences, batches = data.draw(work(step_limits, admitted - 1, next_id))
+        if operation == "admit":
+            sequences, batches = data.draw(work(step_limits, admitted, next_id))
             next_id += len(sequences)
             tenant = data.draw(st.sampled_from(["", "heavy", "light"]))
             priority, in_order = data.draw(st.integers(-10, 10)), data.draw(st.booleans())
-            scheduler.admit(admitted - 1, sequences, batches, priority, tenant, in_order=in_order)
+            scheduler.admit(admitted, sequences, batches, priority, tenant, in_order=in_order)
+            admitted += 1
             waiting.admit(sequences, batches)
         elif operation == "cancel":
             request_id = data.draw(st.integers(0, admitted))
@@ -300,7 +300,7 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
         assert cancelled not in made.tokens_by_request(step)
     step = None
     assert all(reference() is None for reference in references)
-    assert scheduler.waiting_tokens == scheduler.waiting_requests == 0
+    assert scheduler.waiting_tokens == len(scheduler._requests) == 0
 
 
 @settings(max_examples=20)

@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from maxsimd.scheduler import Chunk, JoinedTokens, Scheduler, Step, StepLimits, Tokens, WaitingRequest
+from maxsimd.scheduler import Chunk, JoinedTokens, Scheduler, Step, StepLimits, Tokens
 from maxsimd.scheduler.scheduler import STEPS_BESIDE_SMALL
-from maxsimd.scheduler.waiting import share_of
 from tests.unit.scheduler import scheduled_requests
 from tests.unit.scheduler.scheduled_requests import cached, cost, document, query, run_dry, texts, tokens
 
@@ -43,19 +40,11 @@ def test_what_never_fits_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             StepLimits(budget, sequences, chunked=True, beside_small=beside_small)
     scheduler = bidirectional(100)
-    assert scheduler.fits(100)
-    assert not scheduler.fits(101)
-    assert causal(100).fits(101)
-    request = WaitingRequest(0, ("", 0))
-    request.add(texts(0, [5, 101]), [cached(0, 5)])
-    for admit in (
-        lambda: scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)]),
-        lambda: scheduler.enter(request),
-    ):
-        with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
-            admit()
-        assert scheduler.waiting_sequences == scheduler.waiting_requests == scheduler.waiting_cached == 0
+    with pytest.raises(ValueError, match=r"^101 tokens do not fit a step of 100$"):
+        scheduler.admit(0, texts(0, [5, 101]), [cached(0, 5)])
+    assert scheduler.waiting_sequences == len(scheduler._requests) == scheduler.waiting_cached == 0
     scheduler.admit(0, texts(0, [100]))
+    causal(100).admit(0, texts(0, [101]))
 
 
 def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
@@ -83,15 +72,12 @@ def test_documents_follow_their_query() -> None:
     assert [sequence_id for sequence_id, _, _ in spans(step)] == [20, 22, 24, 21]
     assert prices(step) == [20]
     scheduler = causal(10)
-    scheduler.admit(0, [query(0, 0, 25, 3)])
+    scheduler.admit(0, [query(0, 0, 25, 3), document(0, 1, 2, 0)], [cached(0, 2, query_id=0)])
     scheduler.schedule()
-    assert scheduler.is_mid_prefill
-    scheduler.admit(0, [document(0, 1, 2, 0)], [cached(0, 2, query_id=0)])
+    assert scheduler._partial is not None
     assert spans(scheduler.schedule()) == [(0, 10, 20)]
     step = scheduler.schedule()
     assert (spans(step), prices(step)) == ([(0, 20, 25), (1, 0, 2)], [2])
-    scheduler.admit(0, [document(0, 2, 2, 0)])
-    assert spans(scheduler.schedule()) == [(2, 0, 2)]
 
 
 def test_pairs_are_run_and_cut_behind_their_prefix() -> None:
@@ -108,9 +94,13 @@ def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
     scheduler = causal(10)
     scheduler.admit(0, texts(0, [8, 7]))
     assert spans(scheduler.schedule()) == [(0, 0, 8), (1, 0, 2)]
-    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (5, 1, True)
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler._partial is None) == (
+        5,
+        1,
+        False,
+    )
     assert spans(scheduler.schedule()) == [(1, 2, 7)]
-    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (0, 0, False)
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, bool(scheduler._partial)) == (0, 0, False)
     scheduler.admit(1, texts(1, [11, 30, 12]))
     assert spans(scheduler.schedule()) == [(1, 0, 10)], "the longest is the one that is cut"
     # Given its part as the oldest, its turn and the gap, as one chunk; but others have room beside it.
@@ -153,10 +143,9 @@ def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(sequences: int, exp
 
 def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
     scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
-    scheduler.admit(1, texts(1, [1], 3))
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number), tenant="b")
-    assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
+    assert spans(scheduler.schedule()) == [(2, 200, 250), (1, 0, 50)]
     scheduler = one_that_waits_to_be_cut()
     scheduler.admit(3, texts(3, [150], 3), tenant="b")
     scheduler.cancel(1)
@@ -209,32 +198,6 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
     scheduler = bidirectional(10)
     scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
     assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []], "what is cached comes first"
-
-
-@given(st.data())
-def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
-    prices = data.draw(st.lists(st.integers(1, 120), max_size=5))
-    alone = data.draw(st.lists(st.integers(1, 90), max_size=5))
-    in_order = data.draw(st.booleans())
-    sequences, batches = scheduled_requests.two_stage(0, [10], lengths, prices, first_id=100)
-    others = texts(0, alone, 500)
-    whole, parts = bidirectional(100), bidirectional(100)
-    for scheduler in (whole, parts):
-        scheduler.admit(9, texts(9, [10] * 20, 1000))
-    request = WaitingRequest(0, share_of("", 0), in_order)
-    request.add([*others, *sequences], batches)
-    whole.enter(request)
-    cut = data.draw(st.integers(1, len(sequences)))
-    parts.admit(0, [*others, *sequences[:cut]], in_order=in_order)
-    parts.admit(0, sequences[cut:], batches)
-    while (step := whole.schedule()) is not None:
-        other = parts.schedule()
-        assert other is not None
-        assert spans(step) == spans(other)
-        assert [id(batch) for batch in step.cached] == [id(batch) for batch in other.cached]
-    assert parts.schedule() is None
-    assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
 
 
 def test_tokens_and_chunks_say_what_they_are() -> None:
