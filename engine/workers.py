@@ -48,17 +48,10 @@ class Work(Generic[T]):
         self.pool = pool
         self.function = function
         self.size_class = size.bit_length() // 2
+        self.is_huge = self.size_class >= _HUGE
         self.number = number
         self.future: Future[T] = Future()
         self.is_withdrawn = False
-
-    @property
-    def is_large(self) -> bool:
-        return self.size_class >= _LARGE
-
-    @property
-    def is_huge(self) -> bool:
-        return self.size_class >= _HUGE
 
     def withdraw(self) -> None:
         """Cancels the work: it does not start, or ends when it next yields."""
@@ -116,31 +109,17 @@ def yield_to_smaller() -> None:
     if work.is_withdrawn:
         raise WithdrawnError
     work.pool.run_smaller(work.size_class)
-    if work.is_large:
+    if work.size_class >= _LARGE:
         work.pool.rest()
 
 
 async def run_in_thread_if_large(
     num_values: int, function: Callable[P, T], *args: P.args, **options: P.kwargs
 ) -> T:
-    """Calls a function, in a thread if its result has many values. It needs no engine, which may stop
-    meanwhile."""
+    """Calls a function, in a thread if its result has many values. It needs no engine."""
     if num_values > _MANY_VALUES:
         return await asyncio.to_thread(_without_stop, partial(function, *args, **options))
     return function(*args, **options)
-
-
-def start_helper(function: Callable[[], object]) -> threading.Thread | None:
-    """A new thread that calls a function as part of this thread's work. None outside of pools, while the
-    device has enough to do, and if there are enough helpers."""
-    work = _running.work
-    return None if work is None else work.pool.start_helper(work, function)
-
-
-def has_enough() -> bool:
-    """Whether the device of this thread's pool has enough to do."""
-    work = _running.work
-    return work is not None and work.pool.has_enough()
 
 
 class WorkerPool:
@@ -199,8 +178,7 @@ class WorkerPool:
             self._run(work)
 
     def rest(self) -> None:
-        """Pauses this thread's large work until other work comes, at most for a while, if the device has
-        enough to do."""
+        """Pauses large work, for a while or until other work comes, if the device has enough to do."""
         worked = time.perf_counter() - _running.resumed
         if worked < 0.001:
             return
@@ -285,71 +263,66 @@ class WorkerPool:
 def called_on_each(function: Callable[[Item], T], items: Sequence[Item]) -> Generator[T]:
     """The results of a function for each item, in order. A helper thread calls it for some items, if allowed.
     An error is raised in place of its result."""
-    calls = _SharedCalls(function, items)
-    helper = start_helper(calls.run) if len(items) > 1 else None
+    work, helper = _running.work, None
+    if work is not None and len(items) > 1:
+        calls = _SharedCalls(function, items, work.pool.has_enough)
+        helper = work.pool.start_helper(work, calls.help)
     if helper is None:
         yield from map(function, items)
         return
     try:
         yield from calls.results()
     finally:
-        calls.stop()
-        helper.join()
-        calls.forget_errors()
+        calls.stop(helper)
 
 
 class _SharedCalls(Generic[Item, T]):
     """Calls of a function by two threads, which take one item after the other, until a call fails."""
 
-    def __init__(self, function: Callable[[Item], T], items: Sequence[Item]) -> None:
+    def __init__(
+        self, function: Callable[[Item], T], items: Sequence[Item], has_enough: Callable[[], bool]
+    ) -> None:
         self._function = function
         self._items = items
+        self._has_enough = has_enough
         self._results: dict[int, T | BaseException] = {}
         self._num_taken = 0
         self._num_read = 0
         self._is_stopped = False
         self._changed = threading.Condition()
 
-    def run(self) -> None:
-        """Calls the function in the helper, while the device does not have enough to do."""
-        while not has_enough() and self._may_go_on() and self._call_next():
-            pass
+    def help(self) -> None:
+        """Calls the function while the device does not have enough to do and few results are unread."""
+        while not self._has_enough():
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_stopped or self._num_taken - self._num_read <= _MOST_UNREAD
+                )
+            if not self._call_next():
+                return
 
     def results(self) -> Iterator[T]:
         for i in range(len(self._items)):
-            while i not in self._results:
-                if not self._call_next():
-                    self._wait_for(i)
-            result = self._results.pop(i)
-            if isinstance(result, BaseException):
-                raise result
+            while i not in self._results and self._call_next():
+                pass
             with self._changed:
+                self._changed.wait_for(partial(self._results.__contains__, i))
+                result = self._results.pop(i)
                 self._num_read = i + 1
                 self._changed.notify()
+            if isinstance(result, BaseException):
+                raise result
             yield result
 
-    def stop(self) -> None:
+    def stop(self, helper: threading.Thread) -> None:
+        """Waits for the helper's last call, and clears the frames of errors that nobody has read."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
-
-    def forget_errors(self) -> None:
-        """Clears the frames of errors that nobody has read."""
+        helper.join()
         for result in self._results.values():
             if isinstance(result, BaseException):
                 traceback.clear_frames(result.__traceback__)
-
-    def _may_go_on(self) -> bool:
-        """Waits until few results are unread."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_stopped or self._num_taken - self._num_read <= _MOST_UNREAD
-            )
-            return not self._is_stopped
-
-    def _wait_for(self, i: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: i in self._results)
 
     def _call_next(self) -> bool:
         """Calls the function for the next item. Returns whether there was one."""
