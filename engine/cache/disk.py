@@ -290,6 +290,10 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("COMMIT")
 
 
+# Topics of warnings. Reads and writes pause apart.
+_READ, _WRITTEN_TO, _UNUSABLE = "read", "written to", "unusable"
+
+
 class GuardedDatabase:
     """Opens a folder's database on demand, and again after it was damaged, removed or replaced. Failures are
     logged and count as misses. Thread-safe; raises nothing.
@@ -302,23 +306,23 @@ class GuardedDatabase:
         self._opening = threading.Lock()
         self._closed = False
         self._must_clear = False
-        self._reading = _Access("read", Warnings(folder))
-        self._writing = _Access("written to", Warnings(folder))
-        self._locks, self._unusable = Warnings(folder), Warnings(folder)
+        self._warnings = Warnings(folder)
+        # The ends of the pauses after failures.
+        self._paused_until = {_READ: 0.0, _WRITTEN_TO: 0.0}
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
         """Returns the result of `work` for a connection; None after a failure and in its pause."""
-        return self._attempt(self._reading, work)
+        return self._attempt(_READ, work)
 
     def write(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
         """Like `read`. Failures to write do not pause reads."""
-        return self._attempt(self._writing, work)
+        return self._attempt(_WRITTEN_TO, work)
 
     def clear(self) -> None:
         """Drops all entries. If that fails, nothing is read until it has been done; `close` tries again."""
         self._must_clear = True
-        self._reading.paused_until = self._writing.paused_until = 0.0
-        self._attempt(self._writing, lambda connection: None)
+        self._pause(0.0, _READ, _WRITTEN_TO)
+        self._attempt(_WRITTEN_TO, lambda connection: None)
 
     def close(self) -> None:
         """Ends all use of the database."""
@@ -328,8 +332,8 @@ class GuardedDatabase:
         if self._database is not None:
             self._database.close()
 
-    def _attempt(self, access: "_Access", work: Callable[[sqlite3.Connection], T]) -> T | None:
-        if self._closed or time.monotonic() < access.paused_until:
+    def _attempt(self, access: str, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        if self._closed or time.monotonic() < self._paused_until[access]:
             return None
         database = None
         try:
@@ -341,10 +345,10 @@ class GuardedDatabase:
                     self._clear(connection)
                 result = work(connection)
         except Exception as error:
-            access.pause()
+            self._pause(PAUSE_SECONDS, access)
             self._handle(error, access, database)
             return None
-        access.warnings.forget()
+        self._warnings.forget(access)
         return result
 
     def _clear(self, connection: sqlite3.Connection) -> None:
@@ -372,7 +376,7 @@ class GuardedDatabase:
             if database.is_current:
                 return database  # another thread was quicker
             self._let_go(database)
-            self._pause()
+            self._pause(PAUSE_SECONDS, _READ, _WRITTEN_TO)
             _log(self._folder, "was removed or replaced, and is opened anew")
             return None
         finally:
@@ -386,24 +390,25 @@ class GuardedDatabase:
             if not is_damage(error) or not self._set_aside(error, seen):
                 raise
             self._database = Database(self._folder)
-        self._unusable.forget()
+        self._warnings.forget(_UNUSABLE)
         return self._database
 
-    def _handle(self, error: Exception, access: "_Access", database: Database | None) -> None:
+    def _handle(self, error: Exception, access: str, database: Database | None) -> None:
         """Logs a failure, and closes a database that is damaged or has lost its tables."""
         if _has_code(error, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            self._locks.say("was locked for too long, so documents are encoded instead")
+            self._warnings.say("was locked for too long, so documents are encoded instead")
         elif database is None:
-            self._pause()
-            self._unusable.say(f"cannot be used, so embeddings are cached in memory only: {_advice(error)}")
+            self._pause(PAUSE_SECONDS, _READ, _WRITTEN_TO)
+            advice = f"cannot be used, so embeddings are cached in memory only: {_advice(error)}"
+            self._warnings.say(advice, _UNUSABLE)
         elif is_damage(error):
             self._begin_anew(error, access, database)
         else:
             if _is_other_layout(error):
                 self._let_go(database)
-            access.warnings.say(f"cannot be {access.name}: {_reason(error)}")
+            self._warnings.say(f"cannot be {access}: {_reason(error)}", access)
 
-    def _begin_anew(self, error: Exception, access: "_Access", database: Database) -> None:
+    def _begin_anew(self, error: Exception, access: str, database: Database) -> None:
         """Sets a damaged database aside, unless another thread or process has done so."""
         if not self._opening.acquire(blocking=False):
             return
@@ -412,13 +417,12 @@ class GuardedDatabase:
                 self._let_go(database)
                 self._set_aside(error, database.identity)
         except Exception as failure:
-            access.warnings.say(f"is damaged ({_reason(error)}) and stays unused: {_advice(failure)}")
+            self._warnings.say(f"is damaged ({_reason(error)}) and stays unused: {_advice(failure)}", access)
         finally:
             self._opening.release()
 
     def _set_aside(self, error: Exception, damaged: Identity | None) -> bool:
-        """Renames a damaged database. False if another process was quicker. Raises NotOursError or
-        OSError."""
+        """Renames a damaged database. False if another process did. Raises NotOursError or OSError."""
         path = _path(self._folder)
         if damaged is None or identify(path) != damaged:
             return False
@@ -428,9 +432,8 @@ class GuardedDatabase:
         _log(self._folder, f"was damaged ({_reason(error)}); it is begun anew beside {DAMAGED_FILE}")
         return True
 
-    def _pause(self) -> None:
-        self._reading.pause()
-        self._writing.pause()
+    def _pause(self, seconds: float, *accesses: str) -> None:
+        self._paused_until |= dict.fromkeys(accesses, time.monotonic() + seconds)
 
     def _let_go(self, database: Database) -> None:
         database.close()
@@ -438,34 +441,24 @@ class GuardedDatabase:
             self._database = None
 
 
-@dataclass(slots=True)
-class _Access:
-    """Reads or writes: their log messages, and until when they pause after a failure."""
-
-    name: str
-    warnings: "Warnings"
-    paused_until: float = 0.0
-
-    def pause(self) -> None:
-        self.paused_until = time.monotonic() + PAUSE_SECONDS
-
-
 class Warnings:
     """Logs messages about a folder, each at most once a minute."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._said: dict[str, float] = {}
+        self._said: dict[tuple[str, str], float] = {}
 
-    def say(self, what: str) -> None:
+    def say(self, what: str, topic: str = "") -> None:
         now = time.monotonic()
-        if now - self._said.get(what, -SECONDS_BETWEEN_WARNINGS) >= SECONDS_BETWEEN_WARNINGS:
-            self._said[what] = now
+        if now - self._said.get((topic, what), -SECONDS_BETWEEN_WARNINGS) >= SECONDS_BETWEEN_WARNINGS:
+            self._said[topic, what] = now
             _log(self._folder, what)
 
-    def forget(self) -> None:
-        """Makes the next message appear at once, because the last problem is over."""
-        self._said.clear()
+    def forget(self, topic: str) -> None:
+        """Makes the next message on a topic appear at once, because the last problem is over."""
+        for said in [*self._said]:
+            if said[0] == topic:
+                self._said.pop(said, None)
 
 
 def _log(folder: Path, what: str) -> None:

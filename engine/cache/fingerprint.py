@@ -47,6 +47,8 @@ def ingredients(
     device = next(backbone.parameters()).device
     task, rules = model.tasks[model.score_task], model.document
     head, tokenizer = task.head, stated_tokenizer(model.tokenizer)
+    towers = model.vision.modules if model.vision is not None else ()
+    tower_configs = [getattr(module, "config", None) for module in towers]
     stated = {
         "architecture": f"{type(backbone).__module__}.{type(backbone).__qualname__}",
         "settings": settings_of(backbone.config),
@@ -61,7 +63,7 @@ def ingredients(
         ],
         "chat template": None if rules.chat is None else rules.chat.signature,
         "pictures": None if model.vision is None else model.vision.signature,
-        "tower settings": _tower_settings(model),
+        "tower settings": [settings_of(config) for config in tower_configs if config is not None],
         "document length": rules.max_tokens,
         "truncation side": model.truncation_side,
         "expansion": _expansion(rules),
@@ -77,7 +79,8 @@ def ingredients(
         "kernels": [config.kernels == "auto" and each.is_available() for each in (kernels, int8_linear)],
         "attention": config.attention,
         "packing": config.packing,
-        "fused head": _fused_head(config, device),
+        # The MaxSim option decides whether the head runs as one kernel: Triton's does.
+        "fused head": config.maxsim if device.type == "cuda" or config.maxsim == "triton" else None,
         "device": _device(device),
         "versions": versions_of(_LIBRARIES),
     }
@@ -88,7 +91,11 @@ def ingredients(
         "head weights": digest_tensors(
             (name.partition(".")[2], tensor) for name, tensor in head_tensors(head)
         ),
-        "tower weights": digest_tensors(_of_tower(model)),
+        "tower weights": digest_tensors(
+            (f"{i}.{name}", tensor)
+            for i, module in enumerate(towers)
+            for name, tensor in sorted(module.state_dict().items())
+        ),
         **{name: repr(value).encode() for name, value in stated.items()},
     }
 
@@ -106,31 +113,13 @@ def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    blocks = (
+        block for _, tensor in named for block in tensor.detach().reshape(-1).view(torch.uint8).split(_BLOCK)
+    )
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for part in pool.map(_digest_of_block, _blocks(tensor for _, tensor in named)):
+        for part in pool.map(lambda block: hashlib.sha256(block.cpu().numpy().data).digest(), blocks):
             digest.update(part)
     return digest.digest()
-
-
-def _blocks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for tensor in tensors:
-        yield from tensor.detach().reshape(-1).view(torch.uint8).split(_BLOCK)
-
-
-def _digest_of_block(block: torch.Tensor) -> bytes:
-    return hashlib.sha256(block.cpu().numpy().data).digest()
-
-
-def _tower_settings(model: LoadedModel) -> list[object]:
-    modules = model.vision.modules if model.vision is not None else ()
-    configs = [getattr(module, "config", None) for module in modules]
-    return [settings_of(config) for config in configs if config is not None]
-
-
-def _of_tower(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    for i, module in enumerate(model.vision.modules if model.vision is not None else ()):
-        for name, tensor in sorted(module.state_dict().items()):
-            yield f"{i}.{name}", tensor
 
 
 def saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,11 +170,6 @@ def _expansion(rules: RoleRules) -> tuple[object, ...] | None:
     if expansion is None and rules.last_id is None:
         return None
     return rules.last_id, None if expansion is None else dataclasses.astuple(expansion)
-
-
-def _fused_head(config: EngineConfig, device: torch.device) -> str | None:
-    """Returns the MaxSim option if it decides whether the head runs as one kernel: Triton's does."""
-    return config.maxsim if device.type == "cuda" or config.maxsim == "triton" else None
 
 
 def _device(device: torch.device) -> tuple[object, ...]:

@@ -51,7 +51,6 @@ class Segments:
         self._turn += 1
 
     def of(self, rows: Indices) -> Indices:
-        """Returns the segments of rows."""
         segments: Indices = rows // self.size
         return segments
 
@@ -217,7 +216,6 @@ class EmbeddingSlab:
         self._values[to] = decoded(together, with_scales, self._values.dtype)
 
     def _reserve(self, lengths: Indices) -> Indices:
-        """Returns the first row for documents of these lengths; `ABSENT` if they do not fit."""
         starts, emptied = self._segments.reserve(lengths)
         for segment in emptied:
             for key in self._keys[segment]:

@@ -6,9 +6,9 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.embeddings import (
@@ -92,6 +92,10 @@ _CELLS_PER_ENTRY, _FEWEST_CELLS = 16, 16_384
 _REQUESTS_PER_ENTRY, _FEWEST_ENTRIES = 8, 1000
 # The least requested of this many random entries is evicted.
 _DRAWN = 8
+# Warn if this share of the last so many entries had been evicted before.
+_JUDGED, _SHARE = 1000, 0.5
+_SECONDS_BETWEEN_WARNINGS = 3600.0
+_MIB = 1024 * 1024
 
 
 class MemoryStore(Generic[E]):
@@ -99,8 +103,7 @@ class MemoryStore(Generic[E]):
 
     An entry that leaves the window of the newest replaces entries that are requested less often, each the
     least of a few random ones. If one of these is requested as often, the new entry is dropped. So a scan
-    over many documents evicts none that are requested again, and a loop over more than fits still hits what
-    fits.
+    over many documents evicts none that are requested again, and a loop over too many still hits some.
 
     Sources: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), with the
     main part of Ristretto's SampledLFU (https://github.com/hypermodeinc/ristretto)."""
@@ -119,8 +122,10 @@ class MemoryStore(Generic[E]):
         self._requests = FrequencySketch(_FEWEST_CELLS)
         self._lock = threading.Lock()
         self.evictions = 0
-        # Entries that were put in, and those among them that had been requested more than once by then.
-        self.puts = self.returned = 0
+        # Entries that were put in since the last judgement of the size, and those among them that had been
+        # requested more than once by then.
+        self._puts = self._returned = 0
+        self._silent_until = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -148,8 +153,8 @@ class MemoryStore(Generic[E]):
         if entry.nbytes > self.limit:
             return
         with self._lock:
-            self.puts += 1
-            self.returned += bool(self.evictions) and self._requests.estimate(key) > 1
+            self._puts += 1
+            self._returned += bool(self.evictions) and self._requests.estimate(key) > 1
             self._remove(key)
             self._window[key] = entry
             self._window_bytes += entry.nbytes
@@ -164,6 +169,26 @@ class MemoryStore(Generic[E]):
             self._most_in_window = int(limit * _WINDOW_SHARE)
             self._shrink_window()
             self._evict()
+
+    def warn_if_too_small(self, what: str, advice: str) -> None:
+        """Warns if most new entries had been evicted before. `what` names the entries, and `advice` says what
+        to change. To be called after each `put`."""
+        with self._lock:
+            puts, returned = self._puts, self._returned
+            if puts < _JUDGED:
+                return
+            self._puts = self._returned = 0
+            if returned < _SHARE * puts or time.monotonic() < self._silent_until:
+                return
+            self._silent_until = time.monotonic() + _SECONDS_BETWEEN_WARNINGS
+        log.warning(
+            "the cache of %d MiB is too small: %d of the last %d %s had been cached and were evicted; %s",
+            self.limit // _MIB,
+            returned,
+            puts,
+            what,
+            advice,
+        )
 
     def drop(self, key: bytes) -> None:
         with self._lock:
@@ -226,47 +251,6 @@ class MemoryStore(Generic[E]):
                 self._main_keys[position], self._positions[last] = last, position
 
 
-# Warn if this share of the last so many entries had been evicted before.
-_JUDGED, _SHARE = 1000, 0.5
-_SECONDS_BETWEEN_WARNINGS = 3600.0
-_MIB = 1024 * 1024
-
-
-class CacheSizeWatch:
-    """Warns if most new entries of a store had been evicted from it before. `what` names the entries, and
-    `advice` says what to change. Thread-safe."""
-
-    def __init__(
-        self, memory: MemoryStore[Any], what: str, advice: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._memory = memory
-        self._what = what
-        self._advice = advice
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._puts = self._returned = 0
-        self._silent_until = clock()
-
-    def check(self) -> None:
-        """To be called after each `put`."""
-        with self._lock:
-            puts, returned = self._memory.puts - self._puts, self._memory.returned - self._returned
-            if puts < _JUDGED:
-                return
-            self._puts, self._returned = self._memory.puts, self._memory.returned
-            if returned < _SHARE * puts or self._clock() < self._silent_until:
-                return
-            self._silent_until = self._clock() + _SECONDS_BETWEEN_WARNINGS
-        log.warning(
-            "the cache of %d MiB is too small: %d of the last %d %s had been cached and were evicted; %s",
-            self._memory.limit // _MIB,
-            returned,
-            puts,
-            self._what,
-            self._advice,
-        )
-
-
 # The most bytes of embeddings that wait to be written.
 STAGED_BYTES = 256 * 1024 * 1024
 _ADVICE = (
@@ -275,7 +259,36 @@ _ADVICE = (
 )
 
 
-class EmbeddingCache:
+class _Cache(Generic[E]):
+    """The store in memory of a cache, and counts of it."""
+
+    def __init__(self, memory: MemoryStore[E]) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self.hits = self.misses = 0
+
+    def count(self, hits: int, misses: int) -> None:
+        with self._lock:
+            self.hits += hits
+            self.misses += misses
+
+    def resize(self, limit: int) -> None:
+        self._memory.resize(limit)
+
+    @property
+    def entries(self) -> int:
+        return len(self._memory)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._memory.nbytes
+
+    @property
+    def evictions(self) -> int:
+        return self._memory.evictions
+
+
+class EmbeddingCache(_Cache[CachedEmbedding]):
     """Embeddings of documents of one model by key: memory first, then disk. Thread-safe.
 
     At start a thread reads the newest entries on disk into memory. `fingerprint` is the digest of the model
@@ -290,16 +303,12 @@ class EmbeddingCache:
         memory: MemoryStore[CachedEmbedding],
         disk: DiskStore | None,
     ) -> None:
+        super().__init__(memory)
         self._fingerprint = fingerprint
         self.precision: Precision = precision
-        self._memory = memory
         self._disk = disk
-        self._size_watch = None if disk is not None else CacheSizeWatch(memory, "embeddings", _ADVICE)
-        self._lock = threading.Lock()
         self._generation = 0
         self.slab: EmbeddingSlab | None = None
-        self.hits = 0
-        self.misses = 0
         self._enough = threading.Event()
         self._writer = CacheWriter(self.put, STAGED_BYTES)
         self._warming: threading.Thread | None = None
@@ -337,11 +346,6 @@ class EmbeddingCache:
                         self._memory.put(key, entry)
         return entry
 
-    def count(self, hits: int, misses: int) -> None:
-        with self._lock:
-            self.hits += hits
-            self.misses += misses
-
     def rounded(self, items: Ragged) -> Ragged:
         """Rounds embeddings to the cache's precision, on their device."""
         values, scales = rounded(items.values.detach(), self.precision)
@@ -355,10 +359,10 @@ class EmbeddingCache:
         written = list(entries)
         for key, entry in written:
             self._memory.put(key, entry)
-        if written and self._disk is not None:
+        if self._disk is None:
+            self._memory.warn_if_too_small("embeddings", _ADVICE)
+        elif written:
             self._disk.put(written)
-        if self._size_watch is not None:
-            self._size_watch.check()
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits at most `seconds` until all staged embeddings are written; returns whether they are."""
@@ -437,9 +441,6 @@ class EmbeddingCache:
         """The most bytes on the host, in memory and on disk."""
         return self._memory.limit + (0 if self._disk is None else self._disk.limit)
 
-    def resize(self, limit: int) -> None:
-        self._memory.resize(limit)
-
     @property
     def device_entries(self) -> int:
         return 0 if self.slab is None else len(self.slab)
@@ -461,10 +462,6 @@ class EmbeddingCache:
     @property
     def entries(self) -> int:
         return len(self._memory) if self._disk is None else max(len(self._memory), len(self._disk))
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._memory.nbytes
 
     @property
     def disk_bytes(self) -> int:
@@ -510,46 +507,26 @@ class PairKeys:
         return digest.digest()
 
 
-class ScoreCache:
+class ScoreCache(_Cache[CachedScore]):
     """Scores of models that read query and document together, in `limit` bytes. Thread-safe."""
 
     num_staged = skipped = disk_bytes = 0
     device_entries = device_bytes = device_hits = device_copies = 0
 
     def __init__(self, limit: int) -> None:
-        self._memory: MemoryStore[CachedScore] = MemoryStore(limit)
-        self._size_watch = CacheSizeWatch(self._memory, "scores", "raise cache_mb")
-        self._lock = threading.Lock()
-        self.hits = self.misses = 0
+        super().__init__(MemoryStore(limit))
 
     def find(self, keys: Sequence[bytes]) -> list[CachedScore | None]:
         """Returns the entry of each key, or None. Counts hits and misses."""
         found = [self._memory.get(key) for key in keys]
         hits = sum(entry is not None for entry in found)
-        with self._lock:
-            self.hits += hits
-            self.misses += len(found) - hits
+        self.count(hits, len(found) - hits)
         return found
 
     def put(self, entries: Iterable[tuple[bytes, CachedScore]]) -> None:
         for key, entry in entries:
             self._memory.put(key, entry)
-        self._size_watch.check()
-
-    def resize(self, limit: int) -> None:
-        self._memory.resize(limit)
+        self._memory.warn_if_too_small("scores", "raise cache_mb")
 
     def clear(self) -> None:
         self._memory.clear()
-
-    @property
-    def entries(self) -> int:
-        return len(self._memory)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._memory.nbytes
-
-    @property
-    def evictions(self) -> int:
-        return self._memory.evictions
