@@ -30,10 +30,10 @@ class ScoreType(Enum):
     HYBRID = "hybrid"
 
 
-# Numbers of a document's rows that may become one, as in FlagEmbedding.
-COMPRESS_RATIOS = (1, 2, 4, 8)
-
-
+# The numbers that options take. `compress_ratio` is as in FlagEmbedding.
+_CHOICES = {"steps_in_flight": (1, 2), "compress_ratio": (1, 2, 4, 8)}
+# Other numbers are at least 1, but these may be 0.
+_FROM_ZERO = {"max_queued_tokens", "window_overlap", "cache_mb", "device_cache_mb"}
 # Groups of options, with their titles on help pages.
 GROUPS = {
     "model": "Model",
@@ -84,8 +84,8 @@ def with_collections(config: type[C]) -> type[C]:
 
     @wraps(init)
     def init_with_collections(self: C, **given: Any) -> None:
-        # `of` gives both collections, and `dataclasses.replace` all options.
-        if not given.keys() >= {*_IN_PYTHON} and not given.keys() >= names:
+        is_replaced = given.keys() >= names  # `dataclasses.replace` gives all options
+        if not is_replaced and not given.keys() >= {*_IN_PYTHON}:  # `of` gives both collections
             for name in hinted & given.keys():
                 new = f"{within[name]}={{{name!r}: {given[name]!r}}}"
                 warn(f"write {new} instead of {name}, which still works", FutureWarning, stacklevel=2)
@@ -94,6 +94,8 @@ def with_collections(config: type[C]) -> type[C]:
                 if within.get(name) != keyword:
                     known = ", ".join(names_within(config, keyword))
                     raise ValueError(f"{keyword} has no option {name!r}; it has {known}")
+                if name in given and not is_replaced:
+                    raise ValueError(f"{name} is there twice, alone and in {keyword}; leave out one")
                 given[name] = value
         init(self, **given)
 
@@ -109,7 +111,6 @@ def with_collections(config: type[C]) -> type[C]:
 
 
 def _meaning(option: Field[Any]) -> str:
-    """The meaning of an option, with its default."""
     default = option.metadata["by_default"]
     return f"{option.metadata['help']}. Default: {repr(option.default) if default is None else default}."
 
@@ -318,35 +319,15 @@ class EngineConfig:
 
     def __post_init__(self, *_: object) -> None:
         for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                choices = ", ".join(map(str, get_args(kind)))
-                raise ValueError(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
-        for name in (
-            "max_model_len",
-            "max_batch_tokens",
-            "max_batch_sequences",
-            "threads",
-            "tokenizer_threads",
-            "dimensions",
-            "cache_disk_mb",
-            "max_request_tokens",
-            "max_vectors",
-            "cutoff_layer",
-        ):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.steps_in_flight not in (1, 2):
-            raise ValueError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
-        if self.compress_ratio not in COMPRESS_RATIOS:
-            ratios = ", ".join(map(str, COMPRESS_RATIOS))
-            raise ValueError(f"compress_ratio must be one of {ratios}, not {self.compress_ratio}")
+            choices = get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(name)
+            if choices is not None and value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+            least = 0 if name in _FROM_ZERO else 1
+            if kind in (int, int | None) and value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.compress_layers is not None:
             compress_layers_of(self.compress_layers)
-        for name in ("max_queued_tokens", "window_overlap", "cache_mb", "device_cache_mb"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
         if self.max_wait_seconds is not None and not self.max_wait_seconds >= 0:
             raise ValueError(f"max_wait_seconds must be 0 or more, inf or None, not {self.max_wait_seconds}")
         if not 0 <= self.step_timeout_seconds < math.inf:
@@ -391,7 +372,6 @@ EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 
 
 def shown_name(model: str | None) -> str:
-    """The name of a model in messages."""
     return EMBEDDED_MODEL if model is None else model.rstrip("/")
 
 

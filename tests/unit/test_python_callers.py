@@ -53,6 +53,7 @@ def test_wrong_options_are_told_at_once(kind: Any) -> None:
         (7, {}, TypeError, "give an EngineConfig, or a model's folder or hub id, not int"),
         (EngineConfig(), {"threads": 1}, TypeError, "put threads into the EngineConfig"),
         ("m", {"dtpye": "float32"}, TypeError, "unexpected keyword argument 'dtpye'"),
+        ("m", {"instruction": "a", "model_option": {"instruction": "b"}}, ValueError, "is there twice"),
         ("m", {"dtype": "fp16"}, ValueError, "dtype must be one of auto, float32, bfloat16, float16, not"),
         ("m", {"threads": 0}, ValueError, "threads must be at least 1"),
     ]

@@ -112,7 +112,7 @@ def test_logging_is_set_up(
 def test_a_wrong_option_is_explained(served: Captured) -> None:
     for arguments, message in (
         (["--max-body-mb", "0"], "max_body_mb must be at least 1, not 0"),
-        (["--steps-in-flight", "3"], "steps_in_flight must be 1 or 2, not 3"),
+        (["--steps-in-flight", "3"], "steps_in_flight must be one of 1, 2, not 3"),
         (["--drain-seconds", "-1"], "drain_seconds must be a number from 0 on, not -1"),
         (["--grace-seconds", "nan"], "grace_seconds must be a number from 0 on, not nan"),
         (["--header-seconds", "0"], "header_seconds must be a number above 0, not 0.0"),
