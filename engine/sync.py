@@ -1,6 +1,5 @@
 """The engine for scripts and notebooks: the same methods, blocking, with a progress bar on long lists."""
 
-import asyncio
 import atexit
 import inspect
 import os
@@ -20,6 +19,7 @@ with warnings.catch_warnings():
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.engine import Engine, ScoreStream
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineStats
@@ -42,31 +42,21 @@ SHORTEST_WITH_BAR = 256
 _RESULT_SECONDS = 60.0
 
 
-class _LoopThread:
+class _LoopThread(DeviceThread):
     """An event loop on a thread of its own, which in the end cancels what still runs there."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="maxsimd-sync", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
         return self._thread is threading.current_thread()
 
-    def close(self) -> None:
+    def request_end(self) -> None:
         with suppress(RuntimeError):  # it is closed
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+            super().request_end()
 
     def _run(self) -> None:
         # When the interpreter ends, it may be too late to start the thread that ends the others.
-        with suppress(RuntimeError), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.get_loop().run_forever()
+        with suppress(RuntimeError):
+            super()._run()
 
 
 def _blocking(
@@ -138,7 +128,7 @@ class SyncEngine:
             self._process = os.getpid()
             atexit.register(self._end_at_exit)
             try:
-                self._thread = _LoopThread()
+                self._thread = _LoopThread("sync")
                 self._wait(self._engine.start())
             except BaseException:
                 self._end_thread()
@@ -253,14 +243,13 @@ class SyncEngine:
                 threading.Event().wait()
 
     def _hand_over(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Starts some work on the engine's thread."""
         self._check_caller()
         with self._handover:
             if self._thread is None or not self._thread.is_alive:
                 raise EngineNotReadyError(
                     "the engine is not running; use it as in: with SyncEngine() as engine, or call start()"
                 )
-            future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+            future = self._thread.run(work)
             self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future

@@ -39,10 +39,10 @@ class DeviceThread:
 
     turn: Turn | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "device") -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self.is_closing = False
-        self._thread = threading.Thread(target=self._run, name=f"{_PREFIX}device", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{_PREFIX}{name}", daemon=True)
         self._thread.start()
 
     @property
