@@ -5,8 +5,8 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, 
 import numpy as np
 
 from maxsimd.engine import media
+from maxsimd.engine.actors.actor import SetWeights
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
@@ -243,20 +244,17 @@ class Engine:
     ) -> tuple[str, bool]:
         """Writes messages with the checkpoint's template. Returns the text, and whether it includes special
         tokens. Raises InvalidRequestError for messages that the template refuses."""
-        model = self.model
-        template = model.text.chat
-
-        def write() -> str:
-            flags = {
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-            }
-            if template is not None:
-                return template.conversation(messages, **flags)
-            return chat_text(model.tokenizer, messages, **flags)
-
+        template = self.model.text.chat
+        plain = partial(chat_text, self.model.tokenizer)
+        write: Callable[..., str] = plain if template is None else template.conversation
+        written = partial(
+            write,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         size = sum(len(message["content"]) + _TEMPLATE_CHARACTERS for message in messages)
-        return await self.in_thread(write, size), template is not None
+        return await self.in_thread(written, size), template is not None
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         """Replaces the tenants that have a weight and limits of their own. May be called at any time; weights
@@ -264,7 +262,7 @@ class Engine:
         self._tenants.set(tenants)
         self.metrics.tenants.set_names(tenants)
         if self._running is not None:
-            self._running.set_weights(self._tenants.weights)
+            self._running.scheduler.mailbox.tell(SetWeights(self._tenants.weights))
 
     def check_rate(self, tenant: str) -> None:
         """Raises QueueFullError for a tenant that has used up a rate, before its request is read."""
@@ -639,11 +637,9 @@ class Engine:
         except (EngineNotReadyError, EngineDeadError):
             return await asyncio.to_thread(function)
 
-    @contextmanager
-    def _open_call(self) -> Iterator[None]:
+    def _open_call(self) -> AbstractContextManager[None]:
         """Counts a call until it has its answer."""
-        with nullcontext() if self._running is None else self._running.open_call():
-            yield
+        return nullcontext() if self._running is None else self._running.open_call()
 
     async def _start(self) -> None:
         await free_dead(self._pop_running())

@@ -8,14 +8,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
-from maxsimd.engine.actors.actor import Actor, Admit, Cancel, EndEarly, Mailbox, SchedulerMessage, SetWeights
+from maxsimd.engine.actors.actor import Actor, Admit, Cancel, EndEarly, Mailbox, SchedulerMessage
 from maxsimd.engine.actors.runner import PoolingActor, RunnerActor, ScoringActor, is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor, StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turn
@@ -26,7 +26,7 @@ from maxsimd.engine.device.host import tokenizer_threads, usable_cores
 from maxsimd.engine.device.load import DeviceModel, load_device_model, load_on_thread
 from maxsimd.engine.device.shared import Seat
 from maxsimd.engine.device.stores import open_score_cache
-from maxsimd.engine.device.thread import Device, DeviceThread, num_left_behind, stacks
+from maxsimd.engine.device.thread import Device, num_left_behind, stacks
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
@@ -236,26 +236,49 @@ class Running:
         Cancelling this cancels the work."""
         self._check_caller()
         options = self._tenants.applied(options)
-        with self._new_request() as ids:
-            try:
-                return await self._run(ids, processor, request, options, arrived)
-            except TimeoutError:
-                self._cancel_request(ids.request_id)
-                assert options.timeout is not None
-                raise RequestTimeoutError.after(options.timeout) from None
-            except asyncio.CancelledError:
-                self._cancel_request(ids.request_id)
+        started = time.perf_counter()
+        ids = RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
+        values: asyncio.Future[Values] | None = None
+        plan: PlanT | None = None
+        self._num_inside += 1
+        try:
+            async with asyncio.timeout(options.timeout):
+                plan, values, timings = await self._prepare_and_queue(
+                    ids, processor, request, options, arrived
+                )
+                if options.on_timeout == "error":
+                    await values
+            if not values.done():
+                left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
+                try:
+                    await asyncio.wait({values}, timeout=left)
+                except asyncio.CancelledError:
+                    values.cancel()
+                    raise
+            if not values.done():
+                self.scheduler.mailbox.post(EndEarly(ids.request_id))
+            result = (await values).with_preparation(timings)
+            # Counted once the values are on their way.
+            self._loop.call_soon(self._metrics.note_request, result.timings, time.perf_counter() - started)
+            return plan, result
+        except RequestFailedError as error:
+            if plan is None or error.value is None:
                 raise
+            raise RequestFailedError(f"{plan.input_of(error.value)}: {error}") from None
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._metrics.cancelled.inc()
+            self.scheduler.mailbox.post(Cancel(ids.request_id))
+            if options.timeout is None or isinstance(error, asyncio.CancelledError):
+                raise
+            raise RequestTimeoutError.after(options.timeout) from None
+        finally:
+            self._num_inside -= 1
+            values = None  # it holds the error, which holds this frame
 
     async def check_readable(self, request: ScoreRequest) -> None:
-        """Prepares a request without running it. Raises InvalidRequestError and RequestTooLargeError."""
         ids = RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
         request = replace(request, skip_unreadable=False)
         await self.in_pool(lambda: self.processors.scores.prepare(request, ids), request.reading)
-
-    def set_weights(self, tenants: Mapping[str, float]) -> None:
-        """Changes the weights of tenants, for waiting requests too."""
-        self.scheduler.mailbox.tell(SetWeights(tenants))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -358,45 +381,6 @@ class Running:
                 "it within one, or use SyncEngine"
             )
 
-    async def _run(
-        self,
-        ids: RequestIds,
-        processor: Processor[RequestT, PlanT],
-        request: RequestT,
-        options: RunOptions,
-        arrived: ValuesArrived[PlanT] | None,
-    ) -> tuple[PlanT, Values]:
-        """Raises TimeoutError, for partial requests only before they are queued."""
-        started = time.perf_counter()
-        values: asyncio.Future[Values] | None = None
-        plan: PlanT | None = None
-        try:
-            async with asyncio.timeout(options.timeout):
-                plan, values, timings = await self._prepare_and_queue(
-                    ids, processor, request, options, arrived
-                )
-                if options.on_timeout == "error":
-                    await values
-            if not values.done():
-                left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
-                try:
-                    await asyncio.wait({values}, timeout=left)
-                except asyncio.CancelledError:
-                    values.cancel()
-                    raise
-            if not values.done():
-                self.scheduler.mailbox.post(EndEarly(ids.request_id))
-            result = (await values).with_preparation(timings)
-            # Counted once the values are on their way.
-            self._loop.call_soon(self._metrics.note_request, result.timings, time.perf_counter() - started)
-            return plan, result
-        except RequestFailedError as error:
-            if plan is None or error.value is None:
-                raise
-            raise RequestFailedError(f"{plan.input_of(error.value)}: {error}") from None
-        finally:
-            values = None  # it holds the error, which holds this frame
-
     async def _prepare_and_queue(
         self,
         ids: RequestIds,
@@ -449,14 +433,10 @@ class Running:
         self.admission.review()
         return plan, values, timings
 
-    def _cancel_request(self, request_id: int) -> None:
-        self._metrics.cancelled.inc()
-        self.scheduler.mailbox.post(Cancel(request_id))
-
     @contextmanager
     def open_call(self) -> Iterator[None]:
         """Counts a call until it has its answer, which is made of its requests' results. `close` waits for
-        it."""
+        it, and so for the requests."""
         self._num_calls += 1
         self._empty.clear()
         try:
@@ -466,19 +446,8 @@ class Running:
             if self._num_calls == 0:
                 self._empty.set()
 
-    @contextmanager
-    def _new_request(self) -> Iterator[RequestIds]:
-        """Counts a request from its arrival to its result, and numbers it."""
-        self._num_inside += 1
-        try:
-            with self.open_call():
-                yield RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
-        finally:
-            self._num_inside -= 1
-
     def _future(self) -> asyncio.Future[Values]:
-        """A future for a request's values. It fails when the engine dies. Raises EngineDeadError if it
-        has."""
+        """A future for a request's values, which fails when the engine dies. Raises EngineDeadError."""
         if self._supervisor.done():
             raise EngineDeadError(self._reason)
         future: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
@@ -522,51 +491,33 @@ class Running:
         await asyncio.wrap_future(self._device.run(actors.run()))
 
 
-async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits) -> Running:
-    """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
-    device, device_model = await load_on_thread(lambda: load_device_model(config))
-    try:
-        return _start_actors(config, metrics, device, device_model, died, tenants)
-    except BaseException:
-        device.close()
-        raise
-
-
-async def launch_beside(
-    seat: Seat, config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
+async def launch(
+    config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits, seat: Seat | None = None
 ) -> Running:
-    """Launches on a shared device, which serves others meanwhile. Raises ModelLoadError."""
+    """Loads the model and starts the actors: on a thread of its own, or on a seat of a shared device, which
+    serves others meanwhile. Raises ModelLoadError."""
+    used: Device | None = seat
+    cache = None
     try:
-        device_model = await seat.load(config)
-        return _start_actors(config, metrics, seat, device_model, died, tenants)
-    except asyncio.CancelledError:
-        seat.leave()
-        raise
-    except BaseException:
-        await asyncio.to_thread(seat.close)
-        raise
-
-
-def _start_actors(
-    config: EngineConfig,
-    metrics: EngineMetrics,
-    device: DeviceThread | Seat,
-    device_model: DeviceModel,
-    died: Died,
-    tenants: TenantLimits,
-) -> Running:
-    """Starts the actors. Closes the model's cache if that fails."""
-    try:
+        device: Device
+        if seat is None:
+            device, device_model = await load_on_thread(lambda: load_device_model(config))
+        else:
+            device, device_model = seat, await seat.load(config)
+        used, cache = device, device_model.cache
         return Running(config, metrics, device, device_model, died, tenants)
-    except BaseException:
-        if device_model.cache is not None:
-            device_model.cache.close()
+    except BaseException as error:
+        if cache is not None:
+            cache.close()
+        if seat is not None and isinstance(error, asyncio.CancelledError):
+            seat.leave()
+        elif used is not None:
+            await asyncio.to_thread(used.close)
         raise
 
 
 async def free_dead(dead: Running | None) -> None:
-    """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
-    not hold it."""
+    """Frees what a dead engine has left, its model above all. The caller must not hold it."""
     if dead is None:
         return
     await dead.close(_DEAD_SECONDS)

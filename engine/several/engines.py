@@ -28,7 +28,7 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.parameters import complete_docstring
 from maxsimd.engine.requests import Scorable
-from maxsimd.engine.runtime import Running, launch_beside
+from maxsimd.engine.runtime import Running, launch
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
 
 
@@ -60,12 +60,11 @@ class SharedEngine(Engine):
 
     @property
     def device_seconds(self) -> float:
-        """Device time since the start."""
         return 0.0 if self._seat is None else self._seat.seconds
 
     async def _launch(self) -> Running:
         self._seat = self._take_seat()
-        return await launch_beside(self._seat, self.config, self.metrics, self._died, self._tenants)
+        return await launch(self.config, self.metrics, self._died, self._tenants, self._seat)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
