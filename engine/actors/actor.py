@@ -54,8 +54,7 @@ class Mailbox(Generic[M]):
         self._letters.put_nowait(_Letter(message, None))
 
     async def ask(self, question: Question[R]) -> R:
-        """Delivers a message and waits for the answer, or raises its error. For senders on the actor's own
-        loop."""
+        """Delivers a message and waits for the answer, or raises its error. For the actor's own loop."""
         reply: asyncio.Future[R] = self._loop.create_future()
         self._letters.put_nowait(_Letter(cast("M", question), reply))
         return await reply
@@ -96,8 +95,7 @@ class Admit:
     """Engine to scheduler: run a request and resolve `values` with its `num_results` values by index.
 
     `arrived` is called with the values so far whenever some have arrived; it must not change them, nor block.
-    `refusal_of` returns an error for the index of a value that is not finite if the caller's input is the
-    cause."""
+    `refusal_of` returns an error for a value that is not finite, by index, if the input is the cause."""
 
     request: WaitingRequest
     num_results: int
@@ -136,13 +134,6 @@ class Pool(Question[list[Pooled]]):
     cursor: PoolingCursor
 
 
-@dataclass(frozen=True, slots=True)
-class DropSequences:
-    """Runner to pooling: free the state of these sequences."""
-
-    sequence_ids: frozenset[int]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Score(Question[StepOutcome]):
     """Runner to scoring: score a step's finished and skipped sequences and its cached documents."""
@@ -160,8 +151,9 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class DropAttempt:
-    """Runner to scoring: an attempt with these sequences has failed; forget their windows."""
+class DropSequences:
+    """Runner to pooling: free the state of these sequences. Runner to scoring: an attempt with them has
+    failed; forget their windows."""
 
     sequence_ids: frozenset[int]
 
@@ -196,8 +188,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepEnding:
-    """Runner to scheduler: the last stage of a step has started; choose the next step. Not sent for
-    pictures."""
+    """Runner to scheduler: the last stage of a step has started, not one of pictures. Choose the next."""
 
     step_id: int
 
@@ -210,4 +201,4 @@ class ChooseStep:
 SchedulerMessage = Admit | Cancel | ChooseStep | EndEarly | SetWeights | StepEnding | StepReport
 RunnerMessage = Step | DropRequest
 PoolingMessage = Pool | DropSequences
-ScoringMessage = Score | Commit | DropAttempt | DropRequest
+ScoringMessage = Score | Commit | DropSequences | DropRequest

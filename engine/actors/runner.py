@@ -21,7 +21,6 @@ import torch
 from maxsimd.engine.actors.actor import (
     Actor,
     Commit,
-    DropAttempt,
     DropRequest,
     DropSequences,
     Mailbox,
@@ -222,7 +221,6 @@ class RunnerActor(Actor[RunnerMessage]):
         return None if self._turn is None else self._turn.charge(started)
 
     def _stage(self, outcome: StepOutcome) -> None:
-        """Gives new embeddings to the cache."""
         if self._cache is not None:
             for embeddings in outcome.new_embeddings:
                 self._cache.stage(embeddings)
@@ -265,9 +263,10 @@ class RunnerActor(Actor[RunnerMessage]):
     async def _recover(self, step: Step, error: Exception, described: str) -> None:
         out_of_memory = is_out_of_memory(error)
         if out_of_memory:
-            _give_back_memory()
+            # Frees the accelerator's memory that torch holds without using it.
+            getattr(torch.get_device_module(), "empty_cache", lambda: None)()
             self._scheduler.post(StepReport(step.step_id, 0, out_of_memory=True))
-        self._scoring.tell(DropAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
+        self._scoring.tell(DropSequences(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
         if step.num_parts > 1:
             log.warning("a step of %d parts failed and is tried in halves: %s", step.num_parts, error)
             for half in step.halves():
@@ -307,13 +306,6 @@ class _Attempt:
     waited: float
     score_seconds: float
     outcome: StepOutcome
-
-
-def _give_back_memory() -> None:
-    """Frees the accelerator's memory that torch holds without using it."""
-    empty = getattr(torch.get_device_module(), "empty_cache", None)
-    if empty is not None:
-        empty()
 
 
 def is_device_error(error: BaseException) -> bool:
@@ -365,7 +357,7 @@ class ScoringActor(Actor[ScoringMessage]):
                     return self._score(message)
             case Commit():
                 self._scorer.commit(message.releases)
-            case DropAttempt():
+            case DropSequences():
                 self._scorer.forget(message.sequence_ids)
             case DropRequest():
                 self._scorer.drop_request(message.request_id)
@@ -487,8 +479,7 @@ class CutSequences:
         return frozenset(finished)
 
     def fail(self, step: Step) -> frozenset[int]:
-        """Notes that the only part of a step has failed. Forgets the state of its sequence. Returns the
-        ids."""
+        """Notes that the only part of a step has failed. Forgets its state, and returns the ids."""
         for image in step.images:
             self._failed.setdefault(image.request_id, set()).add(image.image_id)
         for chunk in step.chunks:
@@ -525,8 +516,10 @@ class CutSequences:
             ended.add(sequence.sequence_id)
             if sequence.prefix_id is not None and self._count_consumer(sequence.prefix_id):
                 ended.add(sequence.prefix_id)
-        for each in ended:
-            self._forget(sequence.request_id, each)
+        held = self._of_request.get(sequence.request_id, set())
+        held -= ended
+        if not held:
+            self._of_request.pop(sequence.request_id, None)
         return ended
 
     def _count_consumer(self, prefix_id: int) -> bool:
@@ -537,12 +530,6 @@ class CutSequences:
             return False
         del self._consumers_left[prefix_id]
         return True
-
-    def _forget(self, request_id: int, sequence_id: int) -> None:
-        held = self._of_request.get(request_id, set())
-        held.discard(sequence_id)
-        if not held:
-            self._of_request.pop(request_id, None)
 
 
 class Suspects:
@@ -558,7 +545,6 @@ class Suspects:
         return len(self._lengths_by_digest)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Remembers a sequence that has broken a step alone."""
         self.discard(sequence)
         self._lengths_by_digest[_digest(sequence)] = len(sequence)
         self._lengths[len(sequence)] += 1

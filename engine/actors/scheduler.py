@@ -1,6 +1,4 @@
-"""The actor that owns the queue and all open requests, and the watchdog over the device, on the caller's
-event loop.
-"""
+"""The actor that owns the queue and the open requests, and the watchdog over the device."""
 
 import asyncio
 import logging
@@ -114,15 +112,13 @@ class OpenRequest:
         self._future.set_result(Values(self._values, self.errors, timings))
 
     def fail(self, error: Exception) -> None:
-        """Ends the request without a result."""
         if not self._future.done():
             self._future.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A step on the device: its `work` in tokens and by tenant, its unreported parts, and the `reported`
-    work."""
+    """A step on the device: its `work` in tokens and by tenant, its unreported parts, the `reported` work."""
 
     work: int
     parts_left: int
@@ -191,12 +187,10 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     @property
     def open_requests(self) -> int:
-        """The number of requests with missing values."""
         return len(self._open)
 
     @property
     def in_flight(self) -> int:
-        """The number of steps on the device."""
         return len(self._in_flight)
 
     @property
@@ -215,7 +209,6 @@ class SchedulerActor(Actor[SchedulerMessage]):
         return self._ahead[like]
 
     def waiting_of(self, tenant: str) -> int:
-        """The part of `waiting_tokens` that is a tenant's."""
         posted = [each.request.work for each in self._posted.values() if each.options.tenant == tenant]
         return self._scheduler.waiting_of(tenant) + sum(posted)
 
@@ -287,8 +280,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
         """Chooses the next step when all steps on the device are in their last stage and nearly done: late,
         so that new requests can still be in it, but in time to keep the device busy."""
         while len(self._ending) == len(self._in_flight) < self._steps_in_flight:
-            if self._in_flight and time.perf_counter() < self._choose_at:
-                self._set_alarm()
+            early = self._choose_at - time.perf_counter()
+            if self._in_flight and early > 0:
+                if self._alarm is None:
+                    loop = asyncio.get_running_loop()
+                    self._alarm = loop.call_later(early, self.mailbox.tell, ChooseStep())
                 return
             step = self._scheduler.schedule()
             if step is None:
@@ -311,12 +307,6 @@ class SchedulerActor(Actor[SchedulerMessage]):
         if self._scheduler.limits.beside_small is None or expected is None:
             return now
         return now + expected - min(max(_SHARE_LEFT * expected, _LEAST_LEFT), _MOST_LEFT)
-
-    def _set_alarm(self) -> None:
-        if self._alarm is None:
-            delay = self._choose_at - time.perf_counter()
-            loop = asyncio.get_running_loop()
-            self._alarm = loop.call_later(delay, self.mailbox.tell, ChooseStep())
 
     def _work_by_tenant(self, step: Step) -> dict[str, int]:
         work: dict[str, int] = {}

@@ -1,5 +1,4 @@
-"""The turns of models on a shared device. Lives on the device thread's event loop; others may read its
-counts."""
+"""The turns of models on a shared device. Lives on the event loop of its thread."""
 
 import asyncio
 import math
@@ -77,8 +76,7 @@ class Turns:
 
 
 class Turn:
-    """One model's turns: `async with` waits for one and ends it. `seconds` is the device time that the model
-    has used."""
+    """One model's turns: `async with` waits for one and ends it. `seconds` is its device time."""
 
     def __init__(self, turns: Turns, weight: float) -> None:
         self._turns = turns
