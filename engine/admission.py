@@ -83,8 +83,7 @@ class Permit:
         return self.options.on_timeout == "error"
 
     def check(self) -> None:
-        """Raises QueueFullError if the queue has become full. Called by the thread that prepares the
-        request."""
+        """Raises QueueFullError if the queue has become full. Called by the thread that prepares it."""
         if self.refusal is not None:
             raise self.refusal
 
@@ -221,7 +220,6 @@ class Admission:
 
     @property
     def waiting_requests(self) -> int:
-        """Requests that wait for permits."""
         return len(self._waiting)
 
     async def run(self) -> None:
@@ -245,8 +243,7 @@ class Admission:
 
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
-        """The permit of a request while it is prepared and queued. Raises QueueFullError if too much
-        waits."""
+        """The permit of a request while it is prepared. Raises QueueFullError if too much waits."""
         vector_tokens = self._price_of_vectors(request)
         estimate = self._estimate(request) + vector_tokens
         deadline = None if options.timeout is None else self.clock() + options.timeout
@@ -282,16 +279,14 @@ class Admission:
                 self._scheduler.changed.set()
 
     async def until_granted(self, permit: Permit) -> None:
-        """Returns when the request may be prepared: at once, unless requests wait for permits. Raises
-        EngineDeadError if the engine ends before."""
+        """Waits for the permit, if requests do. Raises EngineDeadError if the engine ends before."""
         if self._waits:
             turn = self._waiting.join(permit)
             self._grant_permits()
             await turn
 
     def confirm(self, permit: Permit, tokens: int) -> None:
-        """Admits a request to the queue, now that its tokens are counted. Raises QueueFullError and
-        RequestTooLargeError."""
+        """Admits a request once its tokens are counted. Raises QueueFullError and RequestTooLargeError."""
         self._counted_size = self._counted_size * _REMAINING + permit.size
         self._counted_tokens = self._counted_tokens * _REMAINING + max(0, tokens - permit.vector_tokens)
         self._check_price(permit, tokens)
@@ -324,8 +319,7 @@ class Admission:
             values.add_done_callback(lambda _: self._large.discard(request))
 
     def review(self) -> None:
-        """Refuses requests that are not prepared yet, if others have taken the room that there was for
-        them."""
+        """Refuses requests that are not prepared yet, if others have taken the room for them."""
         if self._waits:
             return
         waits: dict[tuple[Share, int], float | None] = {}
@@ -525,7 +519,6 @@ class Admission:
         return self._limits.scoring.tokens(sum(rows), len(rows))
 
     def _estimate(self, request: ScoreRequest | EmbedRequest) -> int:
-        """The estimated number of tokens."""
         tokens = round(request.size * self._counted_tokens / self._counted_size)
         if not request.truncation.windows:
             tokens = min(tokens, request.num_texts * self._limits.sequence_tokens)

@@ -20,14 +20,14 @@ _PARTS = ("queue", "tokenise", "model", "score", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
-class EngineMetrics:
-    """The engine's own metrics, all named maxsimd_*."""
+class EngineMetrics(Collector):
+    """The engine's own metrics, all named maxsimd_*. It collects those of the cache."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         # The cache whose counts are reported.
         self.cache: EmbeddingCache | ScoreCache | None = None
-        self.registry.register(_CacheCollector(self))
+        self.registry.register(self)
         self.queue_tokens = self._gauge("maxsimd_queue_tokens", "Tokens that wait for a step")
         self.queue_sequences = self._gauge("maxsimd_queue_sequences", "Sequences that wait for a step")
         self.tokens = self._counter("maxsimd_tokens", "Tokens run through the model")
@@ -95,15 +95,9 @@ class EngineMetrics:
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(name, help, registry=self.registry)
 
-
-class _CacheCollector(Collector):
-    """The cache's counts, read with the metrics."""
-
-    def __init__(self, metrics: EngineMetrics) -> None:
-        self._metrics = metrics
-
     def collect(self) -> Iterable[Metric]:
-        cache = self._metrics.cache
+        """The cache's counts, read with the metrics."""
+        cache = self.cache
         if cache is None:
             return
         counts = (

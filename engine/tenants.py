@@ -16,8 +16,7 @@ _SHORTEST_WAIT = 0.001
 
 
 class Bucket:
-    """A rate per minute as a token bucket without a clock. It holds at most a minute's worth, and starts
-    full.
+    """A rate per minute as a token bucket without a clock. It starts full, with a minute's worth.
 
     Charges beyond its level make debt, which is refilled first. So over any time no more is charged than the
     rate allows, plus a minute's worth and one charge."""
@@ -39,7 +38,6 @@ class Bucket:
         self._seen = max(now, self._seen)
 
     def change_rate(self, per_minute: int, now: float) -> None:
-        """Changes the rate and keeps the level or debt."""
         self._level = min(self._filled(now), per_minute)
         self._seen = max(now, self._seen)
         self.per_minute = per_minute
@@ -78,11 +76,6 @@ class Tenant:
             if "_" in field.name and value is not None and value < 1:
                 raise ValueError(f"{field.name} must be at least 1")
 
-    @property
-    def best_priority(self) -> int | None:
-        """The lowest priority number of its requests; None if they may have any."""
-        return None if self.priority == "interactive" else priority_number(self.priority)
-
 
 _ANY_TENANT = Tenant()
 _RATES = ("requests_per_minute", "tokens_per_minute")
@@ -111,19 +104,16 @@ class TenantLimits:
         now, before, self._buckets = self._clock(), self._buckets, {}
         for name, tenant in tenants.items():
             for rate in _RATES:
-                per_minute = getattr(tenant, rate)
-                if per_minute is None:
-                    continue
-                bucket = before.get((name, rate)) or Bucket(per_minute, now)
-                bucket.change_rate(per_minute, now)
-                self._buckets[name, rate] = bucket
+                if (per_minute := getattr(tenant, rate)) is not None:
+                    bucket = before.get((name, rate)) or Bucket(per_minute, now)
+                    bucket.change_rate(per_minute, now)
+                    self._buckets[name, rate] = bucket
 
     def applied(self, options: RunOptions) -> RunOptions:
-        """A request's options with a priority that its tenant may have. Raises InvalidRequestError for
-        unknown ones."""
-        number, best = priority_number(options.priority), self[options.tenant].best_priority
-        if best is not None:
-            number = max(best, number)
+        """A request's options with a priority that its tenant may have. Raises InvalidRequestError."""
+        number, tenant = priority_number(options.priority), self[options.tenant]
+        if tenant.priority != "interactive":  # those may have any
+            number = max(priority_number(tenant.priority), number)
         return options if number == options.priority else replace(options, priority=number)
 
     def request_refusal(self, name: str) -> QueueFullError | None:
@@ -171,23 +161,18 @@ class TenantMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._labels: frozenset[str] = frozenset()
-        self._requests = Counter(
-            "maxsimd_tenant_requests",
-            "Requests that came, those that were refused included, by tenant",
-            ("tenant",),
-            registry=registry,
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"maxsimd_tenant_{name}", help, ("tenant", *labels), registry=registry)
+
+        self._requests = counter(
+            "requests", "Requests that came, those that were refused included, by tenant"
         )
-        self._tokens = Counter(
-            "maxsimd_tenant_tokens",
-            "Tokens of steps, cached documents at their price, by tenant",
-            ("tenant",),
-            registry=registry,
-        )
-        self._refused = Counter(
-            "maxsimd_tenant_refused_requests",
+        self._tokens = counter("tokens", "Tokens of steps, cached documents at their price, by tenant")
+        self._refused = counter(
+            "refused_requests",
             "Requests refused, for the reasons of maxsimd_refused_requests, by tenant",
-            ("tenant", "reason"),
-            registry=registry,
+            "reason",
         )
         # Looking a counter up takes longer than counting.
         self._requests_of = lru_cache(MOST_LABELS + 1)(self._requests.labels)
@@ -216,6 +201,3 @@ class TenantMetrics:
 
     def _label(self, tenant: str) -> str:
         return tenant if tenant in self._labels else OTHER
-
-
-__all__ = ["Tenant", "TenantLimits", "TenantMetrics"]
