@@ -24,8 +24,8 @@ class InvalidRequestError(MaxsimdError):
 
 
 class QueueFullError(MaxsimdError):
-    """The queue is too full for this request, or its tenant has used up its rate. The queue refuses nothing if
-    `max_wait_seconds` is None, the default in Python. `retry_after` is in seconds."""
+    """The queue is too full for this request, or its tenant has used up its rate. The queue refuses nothing
+    if `max_wait_seconds` is None, the default in Python. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: float, reason: Refusal = "queue") -> None:
         super().__init__(message)
