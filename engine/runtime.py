@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
-from maxsimd.engine.actors.actor import Actor, Admit, Cancel, EndEarly, Mailbox, SchedulerMessage
+from maxsimd.engine.actors.actor import Actor, Admit, DropRequest, EndEarly, Mailbox, SchedulerMessage
 from maxsimd.engine.actors.runner import PoolingActor, RunnerActor, ScoringActor, is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor, StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turn
@@ -267,7 +267,7 @@ class Running:
             raise RequestFailedError(f"{plan.input_of(error.value)}: {error}") from None
         except (TimeoutError, asyncio.CancelledError) as error:
             self._metrics.cancelled.inc()
-            self.scheduler.mailbox.post(Cancel(ids.request_id))
+            self.scheduler.mailbox.post(DropRequest(ids.request_id))
             if options.timeout is None or isinstance(error, asyncio.CancelledError):
                 raise
             raise RequestTimeoutError.after(options.timeout) from None

@@ -10,13 +10,7 @@ import torch
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.requests import RunOptions, Value, Values
-from maxsimd.engine.scoring.scorer import (
-    Releases,
-    RequestFailure,
-    Result,
-    SkippedSequence,
-    StepOutcome,
-)
+from maxsimd.engine.scoring.scorer import Releases, RequestFailure, Result, SkippedSequence, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import CachedBatch, Step, WaitingRequest
@@ -106,13 +100,6 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """Engine to scheduler: forget a request."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class EndEarly:
     """Engine to scheduler: a request has timed out; resolve it with the values so far."""
 
@@ -160,7 +147,7 @@ class DropSequences:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    """Scheduler to runner, and runner to scoring: a request has ended; free its state on the device."""
+    """Engine to scheduler, scheduler to runner, runner to scoring: a request has ended; free its state."""
 
     request_id: int
 
@@ -198,7 +185,7 @@ class ChooseStep:
     """Scheduler to itself: the step on the device is nearly done; choose the next one."""
 
 
-SchedulerMessage = Admit | Cancel | ChooseStep | EndEarly | SetWeights | StepEnding | StepReport
+SchedulerMessage = Admit | ChooseStep | DropRequest | EndEarly | SetWeights | StepEnding | StepReport
 RunnerMessage = Step | DropRequest
 PoolingMessage = Pool | DropSequences
 ScoringMessage = Score | Commit | DropSequences | DropRequest

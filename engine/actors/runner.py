@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 import traceback
-from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -538,8 +537,9 @@ class Suspects:
 
     def __init__(self, most: int = _MOST_SUSPECTS) -> None:
         self._most = most
-        self._lengths_by_digest: OrderedDict[bytes, int] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
+        # The oldest first.
+        self._lengths_by_digest: dict[bytes, int] = {}
+        self._lengths: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._lengths_by_digest)
@@ -547,14 +547,15 @@ class Suspects:
     def add(self, sequence: TokenSequence) -> None:
         self.discard(sequence)
         self._lengths_by_digest[_digest(sequence)] = len(sequence)
-        self._lengths[len(sequence)] += 1
         if len(self) > self._most:
-            self._forget(next(iter(self._lengths_by_digest)))
+            del self._lengths_by_digest[next(iter(self._lengths_by_digest))]
+        self._lengths = {*self._lengths_by_digest.values()}
 
     def discard(self, sequence: TokenSequence) -> None:
         """Forgets a sequence that has run well."""
         if sequence in self:
-            self._forget(_digest(sequence))
+            del self._lengths_by_digest[_digest(sequence)]
+            self._lengths = {*self._lengths_by_digest.values()}
 
     def __contains__(self, sequence: TokenSequence) -> bool:
         return len(sequence) in self._lengths and _digest(sequence) in self._lengths_by_digest
@@ -578,12 +579,6 @@ class Suspects:
                 (behind if waits else rest).append(chunk)
         groups = [*([chunk] for chunk in first), behind, rest, *([chunk] for chunk in last)]
         return [Step(stage.step_id, tuple(group)) for group in groups if group]
-
-    def _forget(self, digest: bytes) -> None:
-        length = self._lengths_by_digest.pop(digest)
-        self._lengths[length] -= 1
-        if not self._lengths[length]:
-            del self._lengths[length]
 
 
 def _digest(sequence: TokenSequence) -> bytes:

@@ -12,7 +12,6 @@ import numpy as np
 from maxsimd.engine.actors.actor import (
     Actor,
     Admit,
-    Cancel,
     ChooseStep,
     DropRequest,
     EndEarly,
@@ -24,7 +23,7 @@ from maxsimd.engine.actors.actor import (
     StepReport,
 )
 from maxsimd.engine.actors.turns import Turn
-from maxsimd.engine.errors import InvalidRequestError, RequestFailedError
+from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import Timings, Value, Values
 from maxsimd.engine.scoring.scorer import RequestFailure, Result
@@ -52,6 +51,8 @@ class OpenRequest:
         self.errors: dict[int, str] = {}
         self.missing = admitted.num_results
         self.score_seconds = 0.0
+        # The error for a value that is not finite if the caller's input is the cause.
+        self.refusal_of = admitted.refusal_of or (lambda index: None)
         self._admitted = admitted
         self._future = admitted.values
         self._values: list[Value | None] = [None] * admitted.num_results
@@ -70,11 +71,6 @@ class OpenRequest:
             self.missing -= self._values[index] is None
             self._values[index] = value
         return is_finite
-
-    def refusal_of(self, index: int) -> InvalidRequestError | None:
-        """The error for a value that is not finite if the caller's input is the cause."""
-        refusal_of = self._admitted.refusal_of
-        return None if refusal_of is None else refusal_of(index)
 
     def give_up(self, indexes: Iterable[int], reason: str) -> bool:
         """Marks values as failed, if the request reports errors. Returns whether it does."""
@@ -224,7 +220,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         match message:
             case Admit():
                 self._admit(message)
-            case Cancel():
+            case DropRequest():
                 self._end(message.request_id)
             case EndEarly():
                 if (request := self._end(message.request_id)) is not None:

@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 # The most device time that a model without steps keeps its lead over the others. A busy model may have a
@@ -80,14 +79,14 @@ class Turn:
 
     def __init__(self, turns: Turns, weight: float) -> None:
         self._turns = turns
-        self._weight = weight
+        self.weight = weight
         self.seconds = 0.0
         self.virtual_time = 0.0
 
     async def __aenter__(self) -> Self:
         turns = self._turns
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.virtual_time = max(self.virtual_time, turns.now - _CREDIT_SECONDS / self._weight)
+        self.virtual_time = max(self.virtual_time, turns.now - _CREDIT_SECONDS / self.weight)
         turns.waiting[self] = granted
         if turns.holder is None:
             turns.choose()
@@ -100,9 +99,7 @@ class Turn:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.end()
 
     def end(self) -> None:
@@ -117,7 +114,7 @@ class Turn:
         seconds = max(0.0, now - max(started, self._turns.charged_until))
         self._turns.charged_until = now
         self.seconds += seconds
-        self.virtual_time += seconds / self._weight
+        self.virtual_time += seconds / self.weight
         return seconds
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from maxsimd.engine import EngineDeadError, QueueFullError, RequestTooLargeError
-from maxsimd.engine.actors.actor import Cancel
+from maxsimd.engine.actors.actor import DropRequest
 from maxsimd.engine.tenants import Tenant
 from tests.unit.engine.test_admission import Door
 
@@ -46,7 +46,7 @@ class WaitingDoor(Door):
         while not self.actor.mailbox._letters.empty():
             await self.actor.receive((await self.actor.mailbox.next()).message)
         for number in list(self.actor._open):
-            await self.actor.receive(Cancel(number))
+            await self.actor.receive(DropRequest(number))
         await settle()
 
 
