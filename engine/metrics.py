@@ -100,13 +100,15 @@ class EngineMetrics(Collector):
         cache = self.cache
         if cache is None:
             return
+        slab = cache.slab
+        on_device = (0, 0, 0, 0) if slab is None else (slab.hits, slab.copied, len(slab), slab.nbytes)
         counts = (
             ("hits", "Documents whose embeddings or scores were there", cache.hits),
             ("misses", "Documents whose embeddings or scores were not there", cache.misses),
             ("skipped", "Embeddings that were not cached because writing did not keep up", cache.skipped),
             ("evictions", "Embeddings or scores that went to make room", cache.evictions),
-            ("device_hits", "Cached documents that were on the GPU when they were scored", cache.device_hits),
-            ("device_copies", "Cached documents that were copied to the GPU first", cache.device_copies),
+            ("device_hits", "Cached documents that were on the GPU when they were scored", on_device[0]),
+            ("device_copies", "Cached documents that were copied to the GPU first", on_device[1]),
         )
         for name, help, value in counts:
             yield CounterMetricFamily(f"maxsimd_cache_{name}", help, value=value)
@@ -115,8 +117,8 @@ class EngineMetrics(Collector):
             ("memory_bytes", "Memory that they take", cache.memory_bytes),
             ("disk_bytes", "Disk that they take", cache.disk_bytes),
             ("staged", "Embeddings that are still to be written", cache.num_staged),
-            ("device_entries", "Embeddings that are on the GPU as well", cache.device_entries),
-            ("device_bytes", "Memory of the GPU that is set aside for them", cache.device_bytes),
+            ("device_entries", "Embeddings that are on the GPU as well", on_device[2]),
+            ("device_bytes", "Memory of the GPU that is set aside for them", on_device[3]),
         )
         for name, help, value in sizes:
             yield GaugeMetricFamily(f"maxsimd_cache_{name}", help, value=value)

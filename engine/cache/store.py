@@ -442,24 +442,6 @@ class EmbeddingCache(_Cache[CachedEmbedding]):
         return self._memory.limit + (0 if self._disk is None else self._disk.limit)
 
     @property
-    def device_entries(self) -> int:
-        return 0 if self.slab is None else len(self.slab)
-
-    @property
-    def device_bytes(self) -> int:
-        return 0 if self.slab is None else self.slab.nbytes
-
-    @property
-    def device_hits(self) -> int:
-        """Cached documents scored without a copy to the device."""
-        return 0 if self.slab is None else self.slab.hits
-
-    @property
-    def device_copies(self) -> int:
-        """Cached documents that were copied to the device."""
-        return 0 if self.slab is None else self.slab.copied
-
-    @property
     def entries(self) -> int:
         return len(self._memory) if self._disk is None else max(len(self._memory), len(self._disk))
 
@@ -511,7 +493,7 @@ class ScoreCache(_Cache[CachedScore]):
     """Scores of models that read query and document together, in `limit` bytes. Thread-safe."""
 
     num_staged = skipped = disk_bytes = 0
-    device_entries = device_bytes = device_hits = device_copies = 0
+    slab = None
 
     def __init__(self, limit: int) -> None:
         super().__init__(MemoryStore(limit))

@@ -144,18 +144,17 @@ def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:
 
 def test_forgetting_in_the_cache_is_forgetting_on_the_device() -> None:
     cache = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), None)
-    assert (cache.device_entries, cache.device_bytes, cache.device_hits, cache.device_copies) == (0, 0, 0, 0)
-    cache.slab = EmbeddingSlab(64, 4, torch.float32, torch.device("cpu"))
-    assert cache.device_bytes == 64 * 4 * 4
-    cache.slab.put([b"a", b"b"], Ragged(torch.ones(3, 4), (0, 1, 3)))
-    assert cache.device_entries == 2
+    slab = cache.slab = EmbeddingSlab(64, 4, torch.float32, torch.device("cpu"))
+    assert slab.nbytes == 64 * 4 * 4
+    slab.put([b"a", b"b"], Ragged(torch.ones(3, 4), (0, 1, 3)))
+    assert len(slab) == 2
     cache.drop(b"a")
-    assert cache.device_entries == 1
+    assert len(slab) == 1
     entries = [CachedEmbedding(torch.ones(2, 4), None, 2, False, key) for key in (b"b", b"c")]
-    cache.slab.locate([b"b", b"c"], entries)
-    assert (cache.device_entries, cache.device_hits, cache.device_copies) == (2, 1, 1)
+    slab.locate([b"b", b"c"], entries)
+    assert (len(slab), slab.hits, slab.copied) == (2, 1, 1)
     cache.clear()
-    assert cache.device_entries == 0
+    assert len(slab) == 0
     cache.close()
 
 
