@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sized
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from functools import partial, wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 with warnings.catch_warnings():
@@ -24,13 +23,7 @@ from maxsimd.engine.engine import Engine, ScoreStream
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.parameters import complete_docstring
-from maxsimd.engine.requests import (
-    Progress,
-    RankedDocument,
-    Scored,
-    ScoreOptions,
-    ScoreResult,
-)
+from maxsimd.engine.requests import RankedDocument, Scored, ScoreOptions, ScoreResult
 from maxsimd.engine.tenants import Tenant
 
 P = ParamSpec("P")
@@ -75,7 +68,12 @@ def _blocking(
         if not shown or total < SHORTEST_WITH_BAR:
             return self._wait(run())
         with tqdm(total=total, unit="text") as bar:
-            result = self._wait(run(progress=_showing(bar, total)))
+
+            def show(there: int, in_all: int) -> None:
+                # Windows, equal texts and passes of many texts come to another number of values.
+                bar.update(there * total // in_all - bar.n)
+
+            result = self._wait(run(progress=show))
             if not getattr(result, "unscored", ()):  # without values, nothing has moved it
                 bar.update(total - bar.n)
             return result
@@ -113,9 +111,7 @@ class SyncEngine:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def start(self) -> Self:
@@ -294,12 +290,10 @@ class SyncStream:
         self._stream = self._wait(enter())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         assert self._stream is not None
         with suppress(EngineNotReadyError):  # the engine was closed, which has ended the stream
-            self._wait(self._stream.__aexit__(kind, error, trace))
+            self._wait(self._stream.__aexit__(*error))
 
     def __iter__(self) -> Self:
         return self
@@ -322,13 +316,3 @@ class SyncStream:
         """All scores, when the iteration has ended."""
         assert self._stream is not None
         return self._stream.result
-
-
-def _showing(bar: "tqdm[Any]", total: int) -> Progress:
-    """Moves a bar over `total` texts, which come to another number of values where long ones are read through
-    windows, equal ones run once or many of them read in one pass."""
-
-    def show(there: int, in_all: int) -> None:
-        bar.update(there * total // in_all - bar.n)
-
-    return show

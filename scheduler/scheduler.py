@@ -11,14 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, ImageJob, Step, TokenSequence
-from maxsimd.scheduler.waiting import (
-    HeldFeatures,
-    Share,
-    Shares,
-    WaitingRequest,
-    share_of,
-    size_class,
-)
+from maxsimd.scheduler.waiting import HeldFeatures, Share, Shares, WaitingRequest, share_of, size_class
 
 # The most rounds of the estimate: the longer everything takes, the more the oldest requests get meanwhile.
 _ROUNDS = 100
