@@ -27,7 +27,7 @@ import torch
 
 from maxsimd.bench.checkpoints import save_cross_encoder, save_text_model
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from maxsimd.bench.report import Figures
+from maxsimd.bench.report import Figures, table
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.int8 import choose_path
@@ -267,13 +267,13 @@ def instructions_table(figures: Figures) -> str:
     and (in brackets) in processor time."""
     more = {name for found in figures.values() for name in found["over_sentence_transformers"]}
     columns = [*PRECISIONS, *sorted(more.difference(PRECISIONS))]
-    lines = [["instructions", *columns, "int8 over float32"], ["---"] + ["---:"] * (len(columns) + 1)]
+    rows = []
     for title, found in figures.items():
         shown = f"{title} (emulated)" if found["emulated"] else title
         cells = [_ratio_cell(found, "over_sentence_transformers", name) for name in columns]
         last = _times(found.get("int8_over_float32"), found.get("int8_over_float32_in_processor_time"))
-        lines.append([shown, *cells, last])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows.append((shown, *cells, last))
+    return "\n".join(table(("instructions", *columns, "int8 over float32"), rows))
 
 
 def _ratio_cell(found: Figures, figure: str, name: str) -> str:

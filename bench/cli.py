@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -129,24 +130,33 @@ def bench() -> None:
     """Measure throughput, latency and ranking quality."""
 
 
-_Measured = tuple[Figures, Figures | Coroutine[Any, Any, Figures]]
+_Measured = Figures | Coroutine[Any, Any, Figures]
 
 
 def _benchmark(
-    name: str, run: Callable[[Coroutine[Any, Any, Figures]], Figures] = asyncio.run
-) -> Callable[[Callable[..., _Measured]], click.Command]:
-    """Makes a command of a function that returns settings, and figures or a coroutine that measures them.
-    Figures are printed, and written to the file of the option --json."""
+    name: str, function: str = "", run: Callable[[Coroutine[Any, Any, Figures]], Figures] = run_and_clean_up
+) -> Callable[[Callable[..., _Measured | None]], click.Command]:
+    """Makes a command of a function that returns figures, or a coroutine that measures them: the decorated
+    one, or a `function` of a module here, which is imported when the command runs. It gets the values of the
+    options; those of the engine as one `config`. Figures are printed, and written with the values to the
+    file of the option --json."""
 
-    def decorate(measure: Callable[..., _Measured]) -> click.Command:
-        @functools.wraps(measure)
+    def decorate(decorated: Callable[..., Any]) -> click.Command:
+        @functools.wraps(decorated)
         def command(json_file: str | None, **values: Any) -> None:
-            settings, figures = measure(**values)
-            publish(settings, run(figures) if isinstance(figures, Coroutine) else figures, json_file)
+            settings = values
+            if "score_type" in values:
+                config = config_from(EngineConfig, values)
+                plain = asdict(EngineConfig())
+                settings = values | {k: v for k, v in asdict(config).items() if v != plain[k]}
+                values = {"config": config, **values}
+            measure = resolve_name(f"maxsimd.bench.{function}") if function else decorated
+            found = measure(**values)
+            publish(settings, run(found) if isinstance(found, Coroutine) else found, json_file)
 
         _json(command)
-        params: list[click.Parameter] = vars(command)["__click_params__"]
-        params.insert(0, params.pop())  # the last one shown
+        params: list[click.Parameter] = vars(command).setdefault("__click_params__", [])
+        params.insert(0, params.pop())  # shown last
         return bench.command(name)(command)
 
     return decorate
@@ -191,86 +201,62 @@ def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
     _finish(report, values["json_file"])
 
 
-@bench.command("allpool")
+@_benchmark("allpool", "methods.measure_allpool")
 @_number("--sequences", 256)
 @_number("--tokens", 8, "Mean tokens per sequence")
 @_number("--hidden", 384)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda:N, mps, xpu or hip")
 @_rounds(50, None)
-def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
+def bench_allpool() -> None:
     """Compare all-token pooling by one slice per step with slicing each sequence."""
-    from maxsimd.bench.methods import measure_allpool
-
-    measure_allpool(sequences, tokens, hidden, device, rounds)
 
 
-@_benchmark("cache")
+@_benchmark("cache", "in_process.measure_cache", asyncio.run)
 @_model
 @_engine_options
 @_number("--documents", 1000, "Documents in the request")
 @_rounds(5)
-def bench_cache(documents: int, rounds: int, **values: Any) -> _Measured:
+def bench_cache() -> None:
     """Compare one large request new, cached in memory, and cached on disk after a restart."""
-    config = config_from(EngineConfig, values)
-    from maxsimd.bench.in_process import measure_cache
-
-    settings = {"model": config.model, "score_type": config.score_type, "precision": config.cache_precision}
-    return settings, measure_cache(config, documents, rounds)
 
 
-@_benchmark("crowd")
+@_benchmark("crowd", "in_process.measure_crowd", asyncio.run)
 @_model
 @_engine_options
 @_number("--requests", 20, "Requests that wait")
 @_number("--documents", 2000, "Cached documents in each")
 @_rounds(7)
-def bench_crowd(requests: int, documents: int, rounds: int, **values: Any) -> _Measured:
+def bench_crowd() -> None:
     """Time a one-line request alone, and behind many requests with cached documents."""
-    config = config_from(EngineConfig, values)
-    from maxsimd.bench.in_process import measure_crowd
-
-    settings = {"model": config.model, "score_type": config.score_type}
-    return settings, measure_crowd(config, requests, documents, rounds)
 
 
-@_benchmark("partial")
+@_benchmark("partial", "in_process.measure_partial", asyncio.run)
 @_model
 @_engine_options
 @_number("--documents", 1000, "Documents in the request")
 @click.option("--share", type=float, default=1 / 3, help="Timeout, as a share of the full time")
 @_rounds(5)
-def bench_partial(documents: int, share: float, rounds: int, **values: Any) -> _Measured:
+def bench_partial() -> None:
     """Measure how much of a request is scored before its timeout."""
-    config = config_from(EngineConfig, values)
-    from maxsimd.bench.in_process import measure_partial
-
-    settings = {"model": config.model, "score_type": config.score_type}
-    return settings, measure_partial(config, documents, share, rounds)
 
 
-@_benchmark("cached-pairs")
+@_benchmark("cached-pairs", "in_process.measure_cached_pairs", asyncio.run)
 @_model
 @_number("--documents", 100)
 @_rounds(9, "Turns; medians are reported")
-def bench_cached_pairs(model: str | None, documents: int, rounds: int) -> _Measured:
+def bench_cached_pairs() -> None:
     """Compare cached scores of a cross-encoder with scores that are computed again."""
-    from maxsimd.bench.in_process import measure_cached_pairs
-
-    return {"model": model}, measure_cached_pairs(model, documents, rounds)
 
 
-@_benchmark("prefix")
+@_benchmark("prefix", "in_process.measure_prefix_sharing", asyncio.run)
 @_number("--documents", 100)
 @_number("--share", 0.4, "Share of tokens that pairs have in common")
 @_rounds(5)
-def bench_prefix(documents: int, share: float, rounds: int) -> _Measured:
+def bench_prefix() -> None:
     """Compare a causal reranker with and without prefix sharing."""
-    from maxsimd.bench.in_process import measure_prefix_sharing
-
-    return {"documents": documents, "share": share}, measure_prefix_sharing(documents, share, rounds)
 
 
-@_benchmark("muvera")
+@_benchmark("muvera", run=asyncio.run)
 @_model
 @_engine_options
 @_number("--queries", 200, "Docstring queries")
@@ -279,24 +265,20 @@ def bench_prefix(documents: int, share: float, rounds: int) -> _Measured:
 @click.option("--r-reps", type=int, help="Repetitions")
 @click.option("--d-proj", type=int, help="Dimensions of a projected token; 0 does not project")
 @click.option("--d-final", type=int, help="Dimensions of the final vector")
-def bench_muvera(queries: int, candidates: int, **values: Any) -> _Measured:
+def bench_muvera(config: EngineConfig, queries: int, candidates: int, **given: int | None) -> _Measured:
     """Compare fixed dimensional encodings (MUVERA) with MaxSim, in several variants."""
-    given = {name: values.pop(name) for name in ("k_sim", "r_reps", "d_proj", "d_final")}
-    config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_muvera
     from maxsimd.pooling.muvera import Muvera
 
-    parameters = {name: value for name, value in given.items() if value is not None}
+    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if parameters.get("d_proj") == 0:
         parameters["d_proj"] = None
-    ours = Muvera(**parameters)
     encodings = {
-        "encoding": ours,
+        "encoding": Muvera(**parameters),
         "as_in_the_paper": Muvera(**parameters, full_length=False),
         "the_papers_parameters": Muvera(k_sim=5, r_reps=20, d_proj=16, full_length=False),
     }
-    settings = {"score_type": config.score_type, **asdict(ours)}
-    return settings, measure_muvera(config, encodings, queries, candidates)
+    return measure_muvera(config, encodings, queries, candidates)
 
 
 @_benchmark("several")
@@ -318,23 +300,18 @@ def bench_several(
 
     with two_models(models) as folders:
         figures = measure_memory(folders, dtype, threads)
-        figures |= asyncio.run(measure_shares(folders, (first, second), seconds, dtype, threads))
-    return {"weights": weights, "seconds": seconds, "dtype": dtype, "threads": threads}, figures
+        return figures | asyncio.run(measure_shares(folders, (first, second), seconds, dtype, threads))
 
 
-@_benchmark("single")
+@_benchmark("single", "single.measure_single")
 @_model
 @_rounds(300, "Requests; medians are reported")
 @_precision("bfloat16")
 @_quantization
 @click.option("--threads", type=int, help="Threads for computing", show_default="as in serving")
 @_folder("--other", "Checkout of another version, with compiled kernels")
-def bench_single(model: str | None, rounds: int, other: Path | None, **settings: Any) -> _Measured:
+def bench_single() -> None:
     """Time requests of 1 and 40 documents, with all layers in one call and layer by layer."""
-    from maxsimd.bench.single import measure_single
-
-    shown = {"model": model, "rounds": rounds, "other": other and str(other), **settings}
-    return shown, measure_single(model, other, settings, rounds)
 
 
 @bench.command("packed")
@@ -405,28 +382,21 @@ def bench_instruction_sets(
         write_json(json_file, {"settings": settings, "figures": figures})
 
 
-@bench.command("maxsim")
+@_benchmark("maxsim", "methods.time_maxsim")
 @_number("--documents", 1000)
 @_number("--dim", 128)
 @_rounds(25, "Turns; medians are reported")
-@_json
-def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -> None:
-    """Compare MaxSim on the CPU with the package maxsim-cpu."""
-    from maxsimd.bench.methods import measure_maxsim
-
-    measure_maxsim(documents, dim, rounds, json_file)
+def bench_maxsim() -> None:
+    """Compare MaxSim on the CPU with the package maxsim-cpu, if it is installed."""
 
 
-@_benchmark("slab")
+@_benchmark("slab", "methods.measure_slab")
 @_number("--documents", 10_000, "Cached documents")
 @_number("--tokens", 180, "Vectors per document")
 @_number("--dim", 128, "Dimensions of a vector")
 @_rounds(9)
-def bench_slab(documents: int, tokens: int, dim: int, rounds: int) -> _Measured:
+def bench_slab() -> None:
     """Compare cached documents on the GPU with cached documents that are copied there."""
-    from maxsimd.bench.methods import measure_slab
-
-    return {"rounds": rounds}, measure_slab(documents, tokens, dim, rounds)
 
 
 @_benchmark("tokenizer")
@@ -438,82 +408,63 @@ def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int) -
     """Measure the tokenizer.json at PATH, or a large synthetic Unigram vocabulary."""
     from maxsimd.bench.methods import measure_tokenizer
 
-    numbers = [int(number) for number in threads.split(",")]
-    return {"path": path, "threads": threads}, measure_tokenizer(path, entries, numbers, rounds)
+    return measure_tokenizer(path, entries, [int(number) for number in threads.split(",")], rounds)
 
 
-@_benchmark("scaling", run_and_clean_up)
+@_benchmark("scaling", "servers.measure_scaling")
 @_model
 @_number("--clients", 64, "Clients at a time")
 @_rounds(3)
-def bench_scaling(model: str | None, clients: int, rounds: int) -> _Measured:
+def bench_scaling() -> None:
     """Measure event-loop lag of a new server with many clients and large requests."""
-    from maxsimd.bench.servers import measure_scaling
-
-    return {"clients": clients, "rounds": rounds}, measure_scaling(model, clients, rounds)
 
 
-@_benchmark("neighbours", run_and_clean_up)
-@click.option("--executable", help="Command of another version to measure instead")
+_executable = click.option("--executable", help="Command of another version to measure instead")
+
+
+@_benchmark("neighbours", "servers.measure_neighbors")
+@_executable
 @_rounds(3)
 @_number("--seconds", 8.0, "Seconds per measurement")
-def bench_neighbors(executable: str | None, rounds: int, seconds: float) -> _Measured:
+def bench_neighbors() -> None:
     """Measure throughput while other processes keep the cores busy."""
-    from maxsimd.bench.servers import measure_neighbors
-
-    return {"rounds": rounds, "seconds": seconds}, measure_neighbors(executable, rounds, seconds)
 
 
-@_benchmark("mixed", run_and_clean_up)
+@_benchmark("mixed", "servers.measure_mixed_load")
 @_model
 @_number("--rate", 5.0, "One-document requests per second")
 @click.option("--priority", type=click.Choice(["interactive", "batch"]), help="Priority of the batches")
 @click.option("--max-batch-tokens", type=int, help="Token budget of the server")
 @_rounds(3)
 @_number("--seconds", 20.0, "Seconds per measurement")
-def bench_mixed(model: str | None, max_batch_tokens: int | None, **values: Any) -> _Measured:
+def bench_mixed() -> None:
     """Load a new server with one-document requests beside batches of 10,000 documents."""
-    from maxsimd.bench.servers import MixedLoad, measure_mixed_load
-
-    options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
-    settings = {"model": model, "max_batch_tokens": max_batch_tokens, **values}
-    return settings, measure_mixed_load(model, MixedLoad(**values), *options)
 
 
-@_benchmark("overload", run_and_clean_up)
+@_benchmark("overload", "overload.measure_overload")
 @_model
 @_number("--max-wait-seconds", 0.2, "Limit of the server")
 @_number("--seconds", 60.0, "Seconds per rate")
-def bench_overload(model: str | None, max_wait_seconds: float, seconds: float) -> _Measured:
+def bench_overload() -> None:
     """Load a new server with 2, 5 and 10 times its capacity."""
-    from maxsimd.bench.overload import measure_overload
-
-    return {"model": model, "seconds": seconds}, measure_overload(model, max_wait_seconds, seconds)
 
 
-@_benchmark("vectors", run_and_clean_up)
+@_benchmark("vectors", "servers.measure_vectors")
 @_number("--documents", 1000, "Documents in the request")
 @_number("--tokens", 180, "Vectors per document")
 @_rounds(9)
-def bench_vectors(documents: int, tokens: int, rounds: int) -> _Measured:
+def bench_vectors() -> None:
     """Score documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
-    from maxsimd.bench.servers import measure_vectors
-
-    return {"rounds": rounds}, measure_vectors(documents, tokens, rounds)
 
 
-@_benchmark("files", run_and_clean_up)
+@_benchmark("files", "servers.measure_files")
 @_number("--documents", 10_000, "Lines of the file")
 @_rounds(3)
-def bench_files(documents: int, rounds: int) -> _Measured:
+def bench_files() -> None:
     """Compare `maxsimd rerank` on a file with the engine alone."""
-    from maxsimd.bench.servers import measure_files
-
-    settings = {"documents": documents, "rounds": rounds}
-    return settings, measure_files(documents, rounds)
 
 
-@_benchmark("startup")
+@_benchmark("startup", "startup.measure_startup")
 @_folder("--other", "Checkout of another version")
 @click.option(
     "--model",
@@ -532,28 +483,20 @@ def bench_files(documents: int, rounds: int) -> _Measured:
 )
 @_rounds(5, "Starts; medians are reported")
 @click.option("--first", is_flag=True, help="Measure first starts, without caches of earlier ones")
-def bench_startup(first: bool, **values: Any) -> _Measured:
+def bench_startup() -> None:
     """Measure start time, memory and lone requests of a server, or the time of rerank."""
-    from maxsimd.bench.startup import measure_startup
-
-    settings = {name: values[name] for name in ("command", "models", "rounds")}
-    return settings | {"first": first}, measure_startup(Path.cwd(), is_first=first, **values)
 
 
-@_benchmark("pages", run_and_clean_up)
+@_benchmark("pages", "pages.measure_page_ranking")
 @click.argument("model")
 @_number("--pages", 100, "Docstrings, each drawn as a page")
 @_number("--queries", 50, "Sentences to look for")
 @_engine_options
-def bench_pages(model: str, pages: int, queries: int, **values: Any) -> _Measured:
+def bench_pages() -> None:
     """Measure how well MODEL finds docstrings that are drawn as pages."""
-    from maxsimd.bench.pages import measure_page_ranking
-
-    config = config_from(EngineConfig, {**values, "model": model})
-    return {"model": model}, measure_page_ranking(config, pages, queries)
 
 
-@_benchmark("page-speed", run_and_clean_up)
+@_benchmark("page-speed", "pages.measure_page_speed")
 @click.option(
     "--shape",
     "shapes",
@@ -566,57 +509,36 @@ def bench_pages(model: str, pages: int, queries: int, **values: Any) -> _Measure
 @_layers
 @_rounds(3)
 @_precision("bfloat16")
-def bench_page_speed(shapes: tuple[str, ...], pages: int, layers: int, rounds: int, dtype: Any) -> _Measured:
+def bench_page_speed() -> None:
     """Compare the speed on pages with sentence-transformers, with shortened models."""
-    from maxsimd.bench.pages import measure_page_speed
-
-    found = run_and_clean_up(measure_page_speed(list(shapes or PAGE_SHAPES), pages, layers, rounds, dtype))
-    figures = {f"{shape}_{name}": value for shape, each in found.items() for name, value in each.items()}
-    return {"layers": layers, "rounds": rounds, "dtype": dtype}, figures
 
 
-@_benchmark("beside-pages", run_and_clean_up)
+@_benchmark("beside-pages", "pages.measure_beside_pages")
 @_choice("--shape", PAGE_SHAPES, "colpali")
 @_number("--pages", 50, "Pages that wait")
 @_layers
-def bench_beside_pages(shape: str, pages: int, layers: int) -> _Measured:
+def bench_beside_pages() -> None:
     """Time one-document text requests while many pages wait."""
-    from maxsimd.bench.pages import measure_beside_pages
-
-    return {"shape": shape, "layers": layers}, measure_beside_pages(shape, pages, layers)
 
 
-@_benchmark("picture-stalls", run_and_clean_up)
+@_benchmark("picture-stalls", "pages.measure_picture_stalls")
 @_number("--pictures", 12, "Pictures per request")
-def bench_picture_stalls(pictures: int) -> _Measured:
+def bench_picture_stalls() -> None:
     """Measure stalls of the event loop while large pictures are read."""
-    from maxsimd.bench.pages import measure_picture_stalls
-
-    return {"pictures": pictures}, measure_picture_stalls(pictures)
 
 
-@bench.command("order-of-work")
+@_benchmark("order-of-work", "order_of_work.measure_order_of_work")
 @_number("--requests", 1500, "Requests per simulation")
 @_number("--seeds", 3, "Simulations of each mix and load")
 @_number("--oldest-share", OLDEST_SHARE, "Share of each step for the oldest request")
 @_number("--overdue-share", OVERDUE_SHARE, "Its share once it is overdue")
-@_json
-def bench_order_of_work(
-    requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
-) -> None:
+def bench_order_of_work() -> None:
     """Simulate the scheduler beside first come, first served and round robin."""
-    from maxsimd.bench.order_of_work import measure_order_of_work
-
-    measure_order_of_work(requests, seeds, oldest_share, overdue_share, json_file)
 
 
-@bench.command("beside-batches")
-@_json
-def bench_beside_batches(json_file: str | None) -> None:
+@_benchmark("beside-batches", "order_of_work.measure_beside_batches")
+def bench_beside_batches() -> None:
     """Simulate requests beside batches of 10,000 documents, by priority."""
-    from maxsimd.bench.order_of_work import measure_beside_batches
-
-    measure_beside_batches(json_file)
 
 
 @bench.command("fleet")
@@ -662,8 +584,8 @@ _FLEETS = {
 }
 
 
-@_benchmark("fleet-overhead", run_and_clean_up)
-@click.option("--executable", help="Command of another version to measure instead")
+@_benchmark("fleet-overhead")
+@_executable
 @_rounds(3)
 @_number("--seconds", 5.0, "Seconds of new documents")
 def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float) -> _Measured:
@@ -675,7 +597,7 @@ def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float) ->
         maxsimd(name, *options, "--cache-mb", "256", executable=executable)
         for name, options in _FLEETS.items()
     ]
-    return {"rounds": rounds, "seconds": seconds}, measure_overhead(servers, rounds, seconds, {})
+    return measure_overhead(servers, rounds, seconds, {})
 
 
 # The titles of Ray's processes that requests pass through.
@@ -686,7 +608,7 @@ _RAY_TITLES = {
 }
 
 
-@_benchmark("cluster-overhead", run_and_clean_up)
+@_benchmark("cluster-overhead")
 @_rounds(3)
 @_number("--seconds", 5.0, "Seconds of new documents")
 @_number("--cpus", 2, "Threads of the server and the scorer")
@@ -703,11 +625,10 @@ def bench_cluster_overhead(rounds: int, seconds: float, cpus: int) -> _Measured:
     ]
     figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, _RAY_TITLES))
     ratio = figures["on Ray: new documents/s"] / figures["one process: new documents/s"]
-    figures["new documents/s, on Ray / one process"] = round(ratio, 3)
-    return {"rounds": rounds, "seconds": seconds, "cpus": cpus}, figures
+    return figures | {"new documents/s, on Ray / one process": round(ratio, 3)}
 
 
-@_benchmark("cluster-hits", run_and_clean_up)
+@_benchmark("cluster-hits")
 @_number("--seed", 0, "Seed of all randomness")
 def bench_cluster_hits(seed: int) -> _Measured:
     """Measure cache hits on Ray by placement, after failures and growth."""
@@ -720,7 +641,7 @@ def bench_cluster_hits(seed: int) -> _Measured:
         serve.start(proxy_location="Disabled")
         figures = run_and_clean_up(measure_hits(seed))
         serve.shutdown()
-    return {"seed": seed}, figures
+    return figures
 
 
 @bench.command("peers")

@@ -36,18 +36,12 @@ async def _timed(work: Awaitable[T]) -> tuple[float, T]:
     return time.perf_counter() - started, result
 
 
-def _texts(count: int) -> list[str]:
-    """Docstrings, numbered from the second time on."""
-    texts = [pair.document for pair in docstring_pairs()]
-    return [texts[i % len(texts)] + (f" {i}" if i >= len(texts) else "") for i in range(count)]
-
-
 async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> dict[str, float]:
     """Medians of `rounds` requests that are encoded, cached in memory, and first after a restart; and how far
     the cache changes scores and ranking."""
     from scipy.stats import kendalltau
 
-    texts = _texts(documents)
+    texts = numbered_documents(documents)
     with tempfile.TemporaryDirectory() as folder:
         config = replace(config, cache_dir=folder, cache_mb=max(config.cache_mb or 0, 2048))
         encoded, cached, restarted = [], [], []
@@ -110,7 +104,7 @@ async def measure_crowd(config: EngineConfig, requests: int, documents: int, rou
     """Medians of `rounds`: a one-line request alone, and right after `requests` others of `documents` cached
     documents each. The limit is three times the first, and the step that the request stands behind. The
     interpreter is set up like the server's."""
-    texts = _texts(documents)
+    texts = numbered_documents(documents)
     config = replace(config, cache_mb=max(config.cache_mb or 0, 4096))
     with frequent_thread_switches():
         async with Engine(config) as engine:
@@ -347,15 +341,10 @@ def measure_memory(models: tuple[str, str], dtype: Any, threads: int | None) -> 
     """In MiB, each in a process of its own: each model alone and both, above a process without models that
     has loaded the libraries."""
     first, second = (EngineConfig(model=model, dtype=dtype, threads=threads) for model in models)
-    found = {}
-    for name, configs in (
-        ("nothing", {}),
-        ("first", {"first": first}),
-        ("second", {"second": second}),
-        ("both", {"first": first, "second": second}),
-    ):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            found[name] = process.submit(_resident, configs).result()
+    loaded = {"nothing": {}, "first": {"first": first}, "second": {"second": second}}
+    loaded["both"] = {"first": first, "second": second}
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        found = dict(zip(loaded, processes.map(_resident, loaded.values()), strict=True))
     above = {name: resident - found["nothing"] for name, resident in found.items()}
     weights = sum(_weights(Path(model), 2 if dtype == "bfloat16" else 4) for model in models)
     return {

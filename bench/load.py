@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from maxsimd.bench.datasets import Request
 from maxsimd.bench.report import Outcome, Report
@@ -24,6 +24,8 @@ from maxsimd.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     import aiohttp
+
+T = TypeVar("T")
 
 _START_SECONDS = 300
 _STOP_SECONDS = 30
@@ -59,6 +61,20 @@ async def drive(
                 await asyncio.sleep(draw.expovariate(rate))
         outcomes = await asyncio.gather(*tasks)
     return time.perf_counter() - started, list(outcomes)
+
+
+async def send_at_random(
+    send: Callable[[int], Coroutine[Any, Any, T]], rate: float, seconds: float, draw: random.Random
+) -> list[T]:
+    """Sends numbered requests at random times (Poisson), whether or not earlier ones are answered."""
+    started = time.perf_counter()
+    tasks: list[asyncio.Task[T]] = []
+    due = 0.0
+    while due < seconds:
+        await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
+        tasks.append(asyncio.create_task(send(len(tasks))))
+        due += draw.expovariate(rate)
+    return await asyncio.gather(*tasks)
 
 
 async def drive_or_raise(
@@ -131,7 +147,9 @@ async def run_server(
             scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
             return scores, answer["usage"]["prompt_tokens"]
 
-        settings = {"target": url, "model": await _model_name(session), **_shown(workload)}
+        async with session.get("/v1/models") as response:
+            model = (await response.json())["data"][0]["id"] if response.status == 200 else None
+        settings = {"target": url, "model": model, **_shown(workload)}
         before = await resident_megabytes(session)
         report = await _measure(send, requests, workload, settings, {})
         after = await resident_megabytes(session)
@@ -162,11 +180,6 @@ def _shown(workload: dict[str, Any]) -> dict[str, Any]:
         shown |= {name: workload[name] for name in ("mix", "random_input_len", "random_range_ratio")}
         shown["queries"] = "one for the whole run" if workload["shared_query"] else "one a request"
     return shown
-
-
-async def _model_name(session: "aiohttp.ClientSession") -> str | None:
-    async with session.get("/v1/models") as response:
-        return (await response.json())["data"][0]["id"] if response.status == 200 else None
 
 
 async def resident_megabytes(session: "aiohttp.ClientSession") -> int | None:
@@ -205,7 +218,7 @@ class Server:
     @asynccontextmanager
     async def run(self, checkpoint: str | None, log: Path) -> AsyncIterator[Running]:
         """Runs the server on a free port, from when it is healthy."""
-        port = _free_port()
+        port = free_port()
         command = [*self.command, *([checkpoint] if checkpoint else []), "--port", str(port)]
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: ASYNC220  (starting takes no time)
@@ -317,7 +330,7 @@ def _session(url: str, headers: dict[str, str] | None = None) -> "aiohttp.Client
     return aiohttp.ClientSession(url, headers=headers, timeout=timeout, connector=connector)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from tokenizers import Tokenizer
 
 from maxsimd.bench.checkpoints import unigram_tokenizer
 from maxsimd.bench.datasets import docstring_pairs
-from maxsimd.bench.report import write_json
+from maxsimd.bench.report import Figures
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.store import MemoryStore
@@ -45,19 +44,6 @@ def maxsim_cpu() -> Callable[..., Any] | None:
         return None
     scores: Callable[..., Any] = package.maxsim_scores_variable
     return scores
-
-
-def measure_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -> None:
-    """Prints what `time_maxsim` finds."""
-    figures = time_maxsim(documents, dim, rounds)
-    for name, figure in figures["contenders"].items():
-        click.echo(f"  {name:<22}{figure['ms']:>10} ms   largest error {figure['largest_error']:.1e}")
-    if _PEER_FLOAT32 not in figures["contenders"]:
-        click.echo("maxsim-cpu is not installed and is left out (pip install --no-deps maxsim-cpu)")
-    for name, ratio in figures["ratios"].items():
-        click.echo(f"  {ratio:.2f} times maxsim-cpu: {name}")
-    if json_file:
-        write_json(json_file, {"settings": {"documents": documents, "dim": dim}, "figures": figures})
 
 
 def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
@@ -104,8 +90,8 @@ def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
     return {"tokens": sum(lengths), "contenders": figures, "ratios": dict(sorted(ratios.items()))}
 
 
-def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
-    """Prints medians of all-token pooling over one step, with a projection to 128 and normalization: by one
+def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> Figures:
+    """Medians of all-token pooling over one step, with a projection to 128 and normalization: by one
     slice and one split, and sequence by sequence."""
     from maxsimd.bench.gpu.kernels import medians
 
@@ -138,10 +124,14 @@ def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, round
         for ours, plain in zip(together(), one_by_one(), strict=True):
             torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
         seconds = medians({"together": together, "apart": one_by_one}, chosen, rounds)
-    a, b = seconds["together"], seconds["apart"]
-    click.echo(f"{sequences} sequences, {sum(lengths)} tokens, hidden {hidden} -> 128, on {chosen}")
-    click.echo(f"  one slice and one split   {a * 1e3:8.3f} ms")
-    click.echo(f"  sequence by sequence      {b * 1e3:8.3f} ms   {b / a:.2f} times as long")
+    together_s, apart_s = seconds["together"], seconds["apart"]
+    return {
+        "tokens": sum(lengths),
+        "device": str(chosen),
+        "one_slice_and_one_split_ms": round(together_s * 1e3, 3),
+        "sequence_by_sequence_ms": round(apart_s * 1e3, 3),
+        "times_as_long": round(apart_s / together_s, 2),
+    }
 
 
 _QUERY, _QUERY_TOKENS, _REQUEST = 1, 32, 7

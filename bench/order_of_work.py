@@ -9,13 +9,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import click
 import numpy as np
 
 from maxsimd.bench.datasets import docstring_requests
-from maxsimd.bench.report import write_json
+from maxsimd.bench.report import Figures
 from maxsimd.scheduler import (
     OLDEST_SHARE,
     OVERDUE_SHARE,
@@ -194,15 +195,18 @@ def simulate(
     arrivals: list[Arrival],
     order: Order,
     is_let_in: Callable[[int, int], bool] = lambda waiting, tokens: True,
+    beside: Callable[[Mapping[int, int], float], bool] = lambda used, seconds: False,
 ) -> list[float | None]:
     """Seconds from each request's arrival to the end of its last step; None if it is refused. `is_let_in` is
-    given the tokens that wait and the request's."""
+    given the tokens that wait and the request's. `beside` is given the tokens of each step and the time; it
+    may admit other requests, and says whether some wait."""
     seconds = 0.0
     arrived = waiting = 0
     left: dict[int, int] = {}
     latencies: list[float | None] = [None] * len(arrivals)
+    others_wait = beside({}, seconds)
     while arrived < len(arrivals) or left:
-        if not left:
+        if not left and not others_wait:
             seconds = max(seconds, arrivals[arrived].seconds)
         while arrived < len(arrivals) and arrivals[arrived].seconds <= seconds:
             tokens = sum(arrivals[arrived].lengths)
@@ -212,15 +216,15 @@ def simulate(
                 waiting += tokens
             arrived += 1
         used = order.step()
-        tokens = sum(used.values())
-        waiting -= tokens
-        if tokens:
+        if tokens := sum(used.values()):
             seconds += tokens / TOKENS_PER_SECOND + SECONDS_PER_STEP
-        for request_id, part in used.items():
-            left[request_id] -= part
+        for request_id in used.keys() & left:
+            waiting -= used[request_id]
+            left[request_id] -= used[request_id]
             if not left[request_id]:
                 del left[request_id]
                 latencies[request_id] = seconds - arrivals[request_id].seconds
+        others_wait = beside(used, seconds)
     return latencies
 
 
@@ -339,16 +343,9 @@ def closed_loop(order: Order, clients: int, requests: int, budget: int, seed: in
     return summary(latencies) | {"tokens_per_s": round(sum(map(sum, pairs)) / seconds)}
 
 
-def measure_order_of_work(
-    requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
-) -> None:
-    """Prints a table, latencies far beyond what can be served, the bound for the slowest request, and the
-    shares of two tenants."""
-    settings = {
-        "requests": requests, "budget": BUDGET, "tokens_per_second": TOKENS_PER_SECOND,
-        "seconds_per_step": SECONDS_PER_STEP, "queue_limit": QUEUE_LIMIT,
-        "oldest_share": oldest_share, "overdue_share": overdue_share, "wait_seconds": WAIT_SECONDS,
-    }  # fmt: skip
+def measure_order_of_work(requests: int, seeds: int, oldest_share: float, overdue_share: float) -> Figures:
+    """Every order's latencies, which are printed as they come; those far beyond what can be served; the bound
+    for the slowest request; clients that wait for their answers; and the shares of two tenants."""
     click.echo("latency in seconds: mean, median, p99")
     columns = "".join(f"{name:>24}" for name in ("maxsimd", "round robin", "first come"))
     click.echo(f"{'mix':<26}{'load':>5}{'seed':>5}{columns}")
@@ -361,44 +358,24 @@ def measure_order_of_work(
         )
         click.echo(f"{row['mix']:<26}{row['load']:>5}{row['seed']:>5}{shown}")
     beyond = {
-        f"{load:g}": [
-            beyond_what_can_be_served(load, int(load * requests), seed, oldest_share, overdue_share)
-            for seed in range(1, seeds + 1)
-        ]
+        f"load_{load:g},_seed_{seed}": beyond_what_can_be_served(
+            load, int(load * requests), seed, oldest_share, overdue_share
+        )
         for load in LOADS_BEYOND
+        for seed in range(1, seeds + 1)
     }
-    for load, latencies in beyond.items():
-        shown = "   ".join(f"{each['p50_s']:.2f} {each['p99_s']:.2f}" for each in latencies)
-        click.echo(f"20 docstrings at {load} times what can be served, median and p99: {shown}")
-    bounds = {name: longest_wait_of_bound(mix, requests, 1, oldest_share) for name, mix in MIXES.items()}
-    for name, bound in bounds.items():
-        click.echo(
-            f"load 1.5, queue limit {QUEUE_LIMIT:,} tokens, {name}: {bound['refused']} refused, "
-            f"longest latency {bound['longest_of_bound']:.3f} of the bound"
-        )
-    closed = {
-        name: closed_loop(order, 64, requests, CLOSED_LOOP_BUDGET, 1)
-        for name, order in (
-            ("maxsimd", SchedulerOrder(CLOSED_LOOP_BUDGET)),
-            ("first come", FirstComeFirstServed(CLOSED_LOOP_BUDGET)),
-        )
-    }
-    for name, latency in closed.items():
-        of_mean = latency["p99_s"] / latency["mean_s"]
-        rate = f"{latency['tokens_per_s']:,} tokens/s"
-        click.echo(f"64 clients with one pair each, {name}: p99 {of_mean:.2f} of the mean, {rate}")
+    orders = {"maxsimd": SchedulerOrder, "first come": FirstComeFirstServed}
     shares = tokens_of_tenants({"a": 1.0, "b": 3.0}, 1000, 1)
-    ratio = shares["b"] / shares["a"]
-    click.echo(f"two tenants that weigh 1 and 3: the second gets {ratio:.3f} times the tokens of the first")
-    if json_file:
-        figures = {
-            "orders": rows,
-            "beyond": beyond,
-            "bound": bounds,
-            "closed_loop": closed,
-            "tenants": np.round(ratio, 4).item(),
-        }
-        write_json(json_file, {"settings": settings, "figures": figures})
+    return {
+        "orders": rows,
+        "beyond": beyond,
+        "bound": {name: longest_wait_of_bound(mix, requests, 1, oldest_share) for name, mix in MIXES.items()},
+        "closed_loop": {
+            name: closed_loop(order(CLOSED_LOOP_BUDGET), 64, requests, CLOSED_LOOP_BUDGET, 1)
+            for name, order in orders.items()
+        },
+        "tokens_of_a_tenant_of_weight_3_over_one_of_1": round(shares["b"] / shares["a"], 4),
+    }
 
 
 BATCH_DOCUMENTS = 10_000
@@ -408,61 +385,43 @@ CASES = ((1, 0.3, 4000), (20, 0.6, 800), (100, 0.8, 300))
 PRIORITIES = (0, 1, 2, 3, 4, 5, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class BesideBatches:
-    """Latencies of the requests beside the batches, and the batches' share of the device."""
-
-    latency: dict[str, float]
-    batch_share: float
-
-
-def beside_batches(documents: int, load: float, requests: int, priority: int | None) -> BesideBatches:
-    """Two batches of another tenant always wait, unless `priority` is None; requests come at random."""
+def beside_batches(documents: int, load: float, requests: int, priority: int | None) -> dict[str, float]:
+    """Latencies of requests that come at random, and the batches' share of the device: two batches of another
+    tenant always wait, unless `priority` is None."""
     arrivals = poisson_arrivals(load, requests, ((1.0, documents),), seed=1)
     draw, order = random.Random(1), SchedulerOrder(BUDGET)
-    latencies: list[float | None] = [None] * requests
-    # The tokens left of each request; batches have the ids from `requests` on.
-    left: dict[int, int] = {}
-    seconds, arrived, batches, of_batches = 0.0, 0, 0, 0
-    while arrived < requests or any(request_id < requests for request_id in left):
-        while priority is not None and sum(each >= requests for each in left) < _BATCHES_WAITING:
+    # The tokens left of each batch; batches have the ids from `requests` on.
+    batches: dict[int, int] = {}
+    admitted, of_batches, seconds = count(requests), 0, 0.0
+
+    def run_batches(used: Mapping[int, int], now: float) -> bool:
+        nonlocal of_batches, seconds
+        seconds = now
+        for number in used.keys() & batches:
+            of_batches += used[number]
+            batches[number] -= used[number]
+            if not batches[number]:
+                del batches[number]
+        while priority is not None and len(batches) < _BATCHES_WAITING:
             lengths = [draw.randint(50, 150) for _ in range(BATCH_DOCUMENTS)]
-            order.admit(requests + batches, lengths, "batches", priority)
-            left[requests + batches] = sum(lengths)
-            batches += 1
-        if not left:
-            seconds = max(seconds, arrivals[arrived].seconds)
-        while arrived < requests and arrivals[arrived].seconds <= seconds:
-            order.admit(arrived, arrivals[arrived].lengths)
-            left[arrived] = sum(arrivals[arrived].lengths)
-            arrived += 1
-        used = order.step()
-        seconds += sum(used.values()) / TOKENS_PER_SECOND + SECONDS_PER_STEP
-        for request_id, tokens in used.items():
-            left[request_id] -= tokens
-            if request_id >= requests:
-                of_batches += tokens
-            if not left[request_id]:
-                del left[request_id]
-                if request_id < requests:
-                    latencies[request_id] = seconds - arrivals[request_id].seconds
-    return BesideBatches(summary(latencies), round(of_batches / seconds / (NOMINAL * TOKENS_PER_SECOND), 3))
+            number = next(admitted)
+            order.admit(number, lengths, "batches", priority)
+            batches[number] = sum(lengths)
+        return bool(batches)
+
+    latencies = simulate(arrivals, order, beside=run_batches)
+    share = of_batches / seconds / (NOMINAL * TOKENS_PER_SECOND)
+    return summary(latencies) | {"batch_share": round(share, 3)}
 
 
-def measure_beside_batches(json_file: str | None) -> None:
-    """Prints a table, a line for each priority of the batches."""
-    click.echo(f"beside batches of {BATCH_DOCUMENTS:,} documents of another tenant: mean and p99 in seconds")
-    click.echo(
-        f"{'documents':>9}{'load':>6}{'priority of the batches':>25}{'mean':>8}{'p99':>8}{'batches had':>13}"
-    )
-    rows: list[dict[str, object]] = []
-    for documents, load, requests in CASES:
-        for priority in (None, *PRIORITIES):
-            found = beside_batches(documents, load, requests, priority)
-            shown = "no batches" if priority is None else str(priority)
-            mean, p99 = found.latency["mean_s"], found.latency["p99_s"]
-            click.echo(f"{documents:>9}{load:>6}{shown:>25}{mean:>8.3f}{p99:>8.2f}{found.batch_share:>13.2f}")
-            row = {"documents": documents, "load": load, "priority": priority, "latency": found.latency}
-            rows.append({**row, "batch_share": found.batch_share})
-    if json_file:
-        write_json(json_file, {"settings": {"batch_documents": BATCH_DOCUMENTS}, "figures": rows})
+def measure_beside_batches() -> Figures:
+    """The figures of every case, without batches and by their priority."""
+    return {
+        f"{documents} documents, load {load}": {
+            "no batches" if priority is None else f"priority {priority}": beside_batches(
+                documents, load, requests, priority
+            )
+            for priority in (None, *PRIORITIES)
+        }
+        for documents, load, requests in CASES
+    }

@@ -7,13 +7,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 import msgspec
 
 from maxsimd.bench.datasets import Request, docstring_requests
-from maxsimd.bench.load import maxsimd, p99
+from maxsimd.bench.load import maxsimd, p99, send_at_random
 from maxsimd.bench.report import Figures
 
 _DOCUMENTS = 20
@@ -44,81 +43,46 @@ class _Answer:
     tokens: int
 
 
-class _Connection(asyncio.Protocol):
-    """Sends one request at a time and parses as little HTTP as possible: clients share the server's cores."""
+class _Clients:
+    """A pool of connections that parse as little HTTP as possible: clients share the server's cores."""
 
-    def __init__(self) -> None:
-        self._transport: asyncio.WriteTransport | None = None
-        self._read = b""
-        self._answer: asyncio.Future[tuple[bytes, bytes, float]] | None = None
-        self.is_open = True
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's have other classes
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_open = False
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error or ConnectionResetError())
-
-    def data_received(self, data: bytes) -> None:
-        self._read += data
-        head, end, content = self._read.partition(b"\r\n\r\n")
-        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
-        if end and len(content) >= int(length) and self._answer is not None:
-            self._read = b""
-            self._answer.set_result((head, content, time.perf_counter()))
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(self, request: bytes) -> _Answer:
-        assert self._transport is not None
-        self._answer = asyncio.get_running_loop().create_future()
+        # The server closes connections that are idle for long.
+        while self._idle and self._idle[-1][0].at_eof():
+            self._idle.pop()
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
         started = time.perf_counter()
-        self._transport.write(request)
-        head, content, came = await self._answer
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        content = await reader.readexactly(int(length))
+        came = time.perf_counter()
+        self._idle.append((reader, writer))
         status = int(head.split(b" ", 2)[1])
         tokens = msgspec.json.decode(content, type=_Served).usage.total_tokens if status == 200 else 0
         return _Answer(status, came - started, came, tokens)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        for _, writer in self._idle:
+            writer.close()
 
 
-class _Clients:
-    """A pool of connections."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port or 80
-        self._idle: list[_Connection] = []
-
-    async def send(self, request: bytes) -> _Answer:
-        # The server closes connections that are idle for long.
-        while self._idle and not self._idle[-1].is_open:
-            self._idle.pop()
-        if not self._idle:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_Connection, self._host, self._port)
-            self._idle.append(connection)
-        connection = self._idle.pop()
-        answer = await connection.send(request)
-        self._idle.append(connection)
-        return answer
-
-    def close(self) -> None:
-        for connection in self._idle:
-            connection.close()
-
-
-async def measure_overload(model: str | None, wait_seconds: float, seconds: float, seed: int = 0) -> Figures:
+async def measure_overload(
+    model: str | None, max_wait_seconds: float, seconds: float, seed: int = 0
+) -> Figures:
     """Capacity is the best throughput of clients that wait for their answers, with few refusals. Then come
     several times as many requests, at random (Poisson), for `seconds` each. Capacity is measured again before
     each load: machines change their speed. Throughput is in tokens, because refusals depend on size."""
     requests = docstring_requests(200, _DOCUMENTS, seed)
     bodies = [_request(request) for request in requests]
-    server = maxsimd("maxsimd", "--max-wait-seconds", str(wait_seconds))
+    server = maxsimd("maxsimd", "--max-wait-seconds", str(max_wait_seconds))
     draw = random.Random(seed)
-    figures: Figures = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds}
+    figures: Figures = {"documents": _DOCUMENTS, "max_wait_seconds": max_wait_seconds}
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(model, Path(folder, "log")) as running:
             clients = _Clients(str(running.session._base_url))
@@ -136,7 +100,11 @@ async def measure_overload(model: str | None, wait_seconds: float, seconds: floa
                 answers, duration = answers + more, duration + longer
                 capacity = _shown(answers, duration)
                 rate = times * capacity["served_per_s"]
-                served = _shown(*await _open(clients, bodies, rate, seconds, draw))
+                started = time.perf_counter()
+                came = await send_at_random(
+                    lambda number: clients.send(bodies[number % len(bodies)]), rate, seconds, draw
+                )
+                served = _shown(*_within(came, started, seconds))
                 overloaded |= {f"{name}_at_{times}_times": value for name, value in served.items()}
             clients.close()
     return figures | {"clients_at_capacity": best, **capacity} | overloaded
@@ -187,20 +155,6 @@ def _within(answers: list[_Answer], started: float, seconds: float) -> tuple[lis
     """The answers between the ramp and the end, and the seconds between."""
     begin = started + _RAMP * seconds
     return [each for each in answers if begin <= each.came <= started + seconds], (1 - _RAMP) * seconds
-
-
-async def _open(
-    clients: _Clients, bodies: list[bytes], rate: float, seconds: float, draw: random.Random
-) -> tuple[list[_Answer], float]:
-    """Requests that come whether or not earlier ones are answered."""
-    started = time.perf_counter()
-    tasks, due, number = [], 0.0, 0
-    while due < seconds:
-        await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
-        tasks.append(asyncio.create_task(clients.send(bodies[number % len(bodies)])))
-        due += draw.expovariate(rate)
-        number += 1
-    return _within(await asyncio.gather(*tasks), started, seconds)
 
 
 def _request(request: Request) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 from maxsimd.api.process import postponed_garbage_collection
 from maxsimd.bench.checkpoints import PAGE_SHAPES, clip_b32
 from maxsimd.bench.datasets import Pair, docstring_pairs
+from maxsimd.bench.report import Figures
 from maxsimd.engine import Content, Engine, EngineConfig
 from maxsimd.engine.media import PictureFile
 
@@ -91,12 +92,12 @@ async def measure_page_ranking(config: EngineConfig, pages: int, queries: int) -
 
 
 async def measure_page_speed(
-    shapes: list[str], pages: int, layers: int, rounds: int, dtype: _Precision
-) -> dict[str, dict[str, float]]:
-    """The medians of `rounds` for each shape: the engine and other libraries in turns."""
+    shapes: Sequence[str], pages: int, layers: int, rounds: int, dtype: _Precision
+) -> Figures:
+    """The medians of `rounds` for each shape, or all: the engine and other libraries in turns."""
     drawn = draw_pages(docstring_pairs()[:pages], seed=0)
-    found = {}
-    for shape in shapes:
+    found: Figures = {}
+    for shape in shapes or PAGE_SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = PAGE_SHAPES[shape](Path(folder) / "model", layers)
             found[shape] = await _speeds(shape, checkpoint, drawn, rounds, dtype)

@@ -20,7 +20,7 @@ import numpy as np
 from maxsimd.bench.checkpoints import RERANKERS, gflop_a_token, save_reranker
 from maxsimd.bench.datasets import Request, docstring_requests, paired_request
 from maxsimd.bench.load import Send, SentenceTransformers, System, drive_or_raise, maxsimd, run_engine, vllm
-from maxsimd.bench.report import Figures, lines_of, machine, write_json
+from maxsimd.bench.report import Figures, lines_of, machine, table, write_json
 from maxsimd.bench.report import Outcome as SentRequest
 from maxsimd.engine.config import EngineConfig
 
@@ -353,12 +353,7 @@ def markdown(results: Results) -> str:
             case _:
                 lines += _curve(outcomes, name)
     for name, figures in results.alone.items():
-        lines += ["", f"## {EXPERIMENTS[name].title}", ""]
-        if name == "maxsim":
-            lines += _maxsim_table(figures)
-        else:
-            lines += ["| | |", "| --- | ---: |"]
-            lines += [f"| {shown} | {value} |" for shown, value in lines_of(figures)]
+        lines += ["", f"## {EXPERIMENTS[name].title}", "", *table(("", ""), lines_of(figures))]
     return "\n".join(lines) + "\n"
 
 
@@ -382,24 +377,21 @@ def _shapes_table(outcomes: dict[str, Outcome], results: Results) -> list[str]:
     ratios = [(ours, peer) for peer in peers for ours in (OURS, QUANTIZED)]
     heads = [f"{system}, documents/s" for system in systems]
     heads += [f"{ours} / {peer}" for ours, peer in ratios] + ["share of bfloat16's peak", "of int8's"]
-    lines = ["", "## By shape", "", f"| model | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    rows = []
     for name, outcome in outcomes.items():
         cells = [f"{outcome.median(system, 'documents_per_s'):.2f}" for system in systems]
         cells += [f"{outcome.ratio(ours, peer, 'documents_per_s'):.2f}" for ours, peer in ratios]
         for system in (OURS, QUANTIZED):
             gflops = outcome.median(system, "tokens_per_s") * results.products[name]
             cells.append(f"{gflops / results.limits[system.split()[-1]]:.0%}")
-        lines.append(f"| {SHAPES[name].title} | {' | '.join(cells)} |")
-    return lines
+        rows.append((SHAPES[name].title, *cells))
+    return ["", "## By shape", "", *table(("model", *heads), rows)]
 
 
 def _throughput(outcome: Outcome, results: Results, name: str) -> list[str]:
-    lines = [
-        f"{outcome.documents} documents a request, {outcome.concurrency} requests at a time.",
-        "",
-        "| system | documents/s | tokens/s | share of its products' peak | maxsimd bfloat16 | maxsimd int8 |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    title = f"{outcome.documents} documents a request, {outcome.concurrency} requests at a time."
+    heads = ("system", "documents/s", "tokens/s", "share of its products' peak", OURS, QUANTIZED)
+    rows = []
     tokens_a_document = outcome.median(OURS, "tokens_per_s") / outcome.median(OURS, "documents_per_s")
     for system in outcome.turns:
         documents = outcome.median(system, "documents_per_s")
@@ -407,8 +399,8 @@ def _throughput(outcome: Outcome, results: Results, name: str) -> list[str]:
         tokens = outcome.median(system, "tokens_per_s") or documents * tokens_a_document
         share = tokens * results.products[name] / results.limits[system.split()[-1]]
         ratios = [f"{outcome.ratio(ours, system, 'documents_per_s'):.2f} x" for ours in (OURS, QUANTIZED)]
-        lines.append(f"| {system} | {documents:.1f} | {tokens:,.0f} | {share:.0%} | {' | '.join(ratios)} |")
-    return [*lines, *_by_tokens(outcome)]
+        rows.append((system, f"{documents:.1f}", f"{tokens:,.0f}", f"{share:.0%}", *ratios))
+    return [title, "", *table(heads, rows), *_by_tokens(outcome)]
 
 
 def _by_tokens(outcome: Outcome) -> list[str]:
@@ -423,34 +415,28 @@ def _by_tokens(outcome: Outcome) -> list[str]:
 
 
 def _latency(outcome: Outcome) -> list[str]:
-    lines = ["| system | median ms | of it, maxsimd bfloat16 |", "| --- | ---: | ---: |"]
-    for system in outcome.turns:
-        ratio = outcome.ratio(OURS, system, "median_ms")
-        lines.append(f"| {system} | {outcome.median(system, 'median_ms'):.1f} | {ratio:.2f} |")
-    return lines
+    rows = [
+        (
+            system,
+            f"{outcome.median(system, 'median_ms'):.1f}",
+            f"{outcome.ratio(OURS, system, 'median_ms'):.2f}",
+        )
+        for system in outcome.turns
+    ]
+    return table(("system", "median ms", f"of it, {OURS}"), rows)
 
 
 def _curve(outcomes: list[Outcome], name: str) -> list[str]:
     systems = list(outcomes[0].turns)
-    unit = "documents" if name == "documents" else "at a time"
-    lines = [f"| {unit} | {' | '.join(systems)} |", f"| ---: |{' ---: |' * len(systems)}"]
+    rows = []
     for outcome in outcomes:
         if name == "documents":
             cells = [f"{outcome.median(system, 'documents_per_s'):.1f}/s" for system in systems]
         else:
             cells = [f"{outcome.median(system, 'median_ms'):.0f} ms" for system in systems]
         setting = outcome.documents if name == "documents" else outcome.concurrency
-        lines.append(f"| {setting:,} | {' | '.join(cells)} |")
-    return lines
-
-
-def _maxsim_table(figures: dict[str, Any]) -> list[str]:
-    lines = ["| contender | ms | largest error | times maxsim-cpu |", "| --- | ---: | ---: | ---: |"]
-    for name, figure in figures["contenders"].items():
-        ratio = figures["ratios"].get(name)
-        shown = "" if ratio is None else f"{ratio:.2f}"
-        lines.append(f"| {name} | {figure['ms']} | {figure['largest_error']:.0e} | {shown} |")
-    return lines
+        rows.append((f"{setting:,}", *cells))
+    return table(("documents" if name == "documents" else "at a time", *systems), rows)
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:

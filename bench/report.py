@@ -4,7 +4,7 @@ import json
 import platform
 import signal
 import statistics
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,26 +98,33 @@ class Report:
 def publish(settings: Figures, figures: Figures, json_file: str | None) -> None:
     """Prints figures, one a line, and writes them to a file where asked."""
     for name, value in lines_of(figures):
-        click.echo(f"  {name:<44}{value:>14}")
+        click.echo(f"  {name:<44}{value!s:>14}")
     if json_file:
         write_json(json_file, {"settings": settings, "figures": figures})
 
 
 def lines_of(figures: Figures) -> list[tuple[str, Any]]:
-    """Figures by readable names; nested figures follow the name of theirs."""
+    """Figures by readable names; nested figures follow the name of theirs. Lists are for files only."""
     lines: list[tuple[str, Any]] = []
     for name, value in figures.items():
         shown = name.replace("_", " ")
         if isinstance(value, dict):
-            lines += [(f"{shown}, {inner}", figure) for inner, figure in value.items()]
-        else:
+            lines += [(f"{shown}, {inner}", figure) for inner, figure in lines_of(value)]
+        elif not isinstance(value, list):
             lines.append((shown, value))
     return lines
 
 
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of Markdown; all columns but the first are numbers."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
 def write_json(path: str, content: Figures) -> None:
     """Writes figures to a file, with the machine that they belong to."""
-    Path(path).write_text(json.dumps({"machine": machine()} | content, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps({"machine": machine()} | content, indent=2, default=str)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
 def machine() -> Figures:
@@ -160,8 +167,7 @@ def _markdown(title: str, figures: Figures, pictures: list[Path]) -> str:
     here = machine()
     lines = [f"# {title}", "", f"{here['gpu'] or here['processor']}, torch {here['torch']}."]
     for name, values in figures.items():
-        lines += ["", f"## {name}", "", "| | |", "| --- | ---: |"]
-        lines += [f"| {shown} | {value} |" for shown, value in lines_of(values)]
+        lines += ["", f"## {name}", "", *table(("", ""), lines_of(values))]
     lines += [f"\n![]({picture.name})" for picture in pictures]
     return "\n".join(lines) + "\n"
 

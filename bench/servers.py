@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from maxsimd.bench.load import (
     p99,
     resident_megabytes,
     run_engine,
+    send_at_random,
 )
 from maxsimd.bench.methods import PEER, maxsim_cpu
 from maxsimd.bench.report import Figures
@@ -67,35 +68,44 @@ async def _documents_per_second(send: Send, requests: Iterator[Request], seconds
 _BATCH_DOCUMENTS, _BATCHES = 10_000, 2
 
 
-@dataclass(frozen=True, slots=True)
-class MixedLoad:
-    """One-document requests at `rate` a second (Poisson), and batches of `priority` without a pause. Each
-    combination lasts `seconds`, in `rounds` turns."""
-
-    rate: float
-    priority: str | None
-    rounds: int
-    seconds: float
-    seed: int = 0
-
-
-async def measure_mixed_load(model: str | None, load: MixedLoad, *options: str) -> dict[str, Any]:
-    """Medians of interactive requests alone, batches alone, and both, in turns. The throughput of batches
-    counts tokens that the model ran for batches."""
+async def measure_mixed_load(
+    model: str | None,
+    rate: float,
+    priority: str | None,
+    max_batch_tokens: int | None,
+    rounds: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """One-document requests at `rate` a second (Poisson), and batches of `priority` without a pause: medians
+    of each alone, and of both, in `rounds` turns of `seconds`. The throughput of batches counts tokens that
+    the model ran for batches."""
     pairs = docstring_pairs()
-    batch = _rerank_body(pairs[0].query, numbered_documents(_BATCH_DOCUMENTS), load.priority)
-    client = _Interactive([_rerank_body(pair.query, [pair.document], None) for pair in pairs[:500]], load)
+    batch = _rerank_body(pairs[0].query, numbered_documents(_BATCH_DOCUMENTS), priority)
+    bodies = [_rerank_body(pair.query, [pair.document], None) for pair in pairs[:500]]
+    draw, numbers = random.Random(0), count()
+    options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         async with maxsimd("maxsimd", *options).run(model, Path(folder, "log")) as running:
-            await client.run(running.session)
-            for _ in range(load.rounds):
-                figures = await _mixed_round(running, client, batch, load.seconds)
+            session = running.session
+
+            async def interactive() -> tuple[list[float], int]:
+                """The seconds of each request, and the tokens of all."""
+                ends = time.perf_counter() + seconds
+                answers = await send_at_random(
+                    lambda _: _post(session, bodies[next(numbers) % len(bodies)]), rate, seconds, draw
+                )
+                await asyncio.sleep(max(0.0, ends - time.perf_counter()))
+                return [taken for taken, _ in answers], sum(tokens for _, tokens in answers)
+
+            await interactive()
+            for _ in range(rounds):
+                figures = await _mixed_round(session, interactive, batch, seconds)
                 for name, value in figures.items():
                     found.setdefault(name, []).append(value)
     medians = {name: statistics.median(values) for name, values in found.items()}
     return {
-        "interactive_per_s": load.rate,
+        "interactive_per_s": rate,
         **{name: round(value, 2) for name, value in medians.items()},
         "p99_beside_batches_over_alone": round(medians["p99_beside_batches_ms"] / medians["p99_alone_ms"], 2),
         "batch_beside_interactive_over_alone": round(
@@ -105,15 +115,18 @@ async def measure_mixed_load(model: str | None, load: MixedLoad, *options: str) 
 
 
 async def _mixed_round(
-    running: Running, client: "_Interactive", batch: bytes, seconds: float
+    session: aiohttp.ClientSession,
+    interactive: Callable[[], Awaitable[tuple[list[float], int]]],
+    batch: bytes,
+    seconds: float,
 ) -> dict[str, float]:
-    alone, _ = await client.run(running.session)
-    async with _batches(running.session, batch):
-        before = await _tokens(running.session), time.perf_counter()
+    alone, _ = await interactive()
+    async with _batches(session, batch):
+        before = await _tokens(session), time.perf_counter()
         await asyncio.sleep(seconds)
-        between = await _tokens(running.session), time.perf_counter()
-        beside, interactive_tokens = await client.run(running.session)
-        after = await _tokens(running.session), time.perf_counter()
+        between = await _tokens(session), time.perf_counter()
+        beside, interactive_tokens = await interactive()
+        after = await _tokens(session), time.perf_counter()
     return {
         "p50_alone_ms": statistics.median(alone) * 1e3,
         "p99_alone_ms": p99(alone) * 1e3,
@@ -122,30 +135,6 @@ async def _mixed_round(
         "batch_tokens_per_s_alone": (between[0] - before[0]) / (between[1] - before[1]),
         "batch_tokens_per_s_beside": (after[0] - between[0] - interactive_tokens) / (after[1] - between[1]),
     }
-
-
-class _Interactive:
-    """Sends one-document requests, each at its time, whether or not earlier ones are answered."""
-
-    def __init__(self, bodies: list[bytes], load: MixedLoad) -> None:
-        self._bodies = bodies
-        self._load = load
-        self._draw = random.Random(load.seed)
-        self._number = 0
-
-    async def run(self, session: aiohttp.ClientSession) -> tuple[list[float], int]:
-        """The seconds of each request, and the tokens of all."""
-        started = time.perf_counter()
-        tasks, due = [], self._draw.expovariate(self._load.rate)
-        while due < self._load.seconds:
-            await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
-            self._number += 1
-            body = self._bodies[self._number % len(self._bodies)]
-            tasks.append(asyncio.create_task(_post(session, body)))
-            due += self._draw.expovariate(self._load.rate)
-        await asyncio.sleep(max(0.0, started + self._load.seconds - time.perf_counter()))
-        answers = await asyncio.gather(*tasks)
-        return [seconds for seconds, _ in answers], sum(tokens for _, tokens in answers)
 
 
 @asynccontextmanager

@@ -33,9 +33,7 @@ _TURN = 10
 _PAIR = 100
 
 
-def measure_single(
-    model: str | None, other: Path | None, settings: dict[str, Any], rounds: int
-) -> dict[str, Any]:
+def measure_single(model: str | None, rounds: int, other: Path | None, **settings: Any) -> dict[str, Any]:
     """Medians of `rounds` requests of one document and a tenth as many of 40, with random words; and how
     often one call gave the same scores as layer by layer. `other` is a checkout of another version.
 
@@ -158,12 +156,6 @@ def _layer_by_layer() -> contextlib.AbstractContextManager[Any]:
     return patch("maxsimd.engine.execution.one_call.packed_layers", lambda *_: "the benchmark compares both")
 
 
-def _has_kernels() -> bool:
-    from maxsimd.engine.ops.cpu.library import library
-
-    return library() is not None
-
-
 def _runs_in_one_call(engine: "Engine") -> bool:
     """Whether the engine runs all layers in one call; older versions keep the runner in `prepared`."""
     model: Any = engine.device_model
@@ -172,6 +164,7 @@ def _runs_in_one_call(engine: "Engine") -> bool:
 
 def main() -> None:
     from maxsimd.engine import Engine, EngineConfig
+    from maxsimd.engine.ops.cpu.library import library
 
     way, config = sys.argv[1], EngineConfig.of(json.loads(sys.argv[2]))
     # Libraries may print meanwhile.
@@ -180,7 +173,7 @@ def main() -> None:
         engine = Engine(config)
         with _layer_by_layer() if way == "layer_by_layer" else contextlib.nullcontext():
             runner.run(engine.start())
-        state = {"one_call": _runs_in_one_call(engine), "kernels": _has_kernels()}
+        state = {"one_call": _runs_in_one_call(engine), "kernels": library() is not None}
         print(json.dumps(state), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(runner.run(_ask(engine, **json.loads(line)))), file=answers, flush=True)

@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from maxsimd.bench.load import free_port
+
 _QUERY = "how is a file read"
 _BODY = json.dumps({"query": _QUERY, "documents": ["Open a file."] * 20}).encode()
 _LONE = json.dumps({"query": _QUERY, "documents": ["Open a file."], "cache": "bypass"}).encode()
@@ -29,21 +30,20 @@ _LINES = 100
 
 
 def measure_startup(
-    checkout: Path,
     other: Path | None,
     rounds: int,
-    models: Sequence[str] = (),
-    command: str = "serve",
-    documents: Path | None = None,
-    is_first: bool = False,
+    models: Sequence[str],
+    command: str,
+    documents: Path | None,
+    first: bool,
 ) -> dict[str, float]:
-    """Medians for each of the models (folders; the default model without any). `other` is a checkout of
-    another version, whose code is run by the same interpreter. `command` is serve or rerank; rerank ranks
-    the first 100 lines of `documents`. With `is_first`, every start has an empty cache folder."""
-    checkouts = {"this": checkout, **({} if other is None else {"other": other})}
+    """Medians for each of the models (folders; the default model without any), of the checkout in the working
+    directory and, in turns, of another version's (`other`), by the same interpreter. `command` is serve or
+    rerank; rerank ranks the first 100 lines of `documents`. With `first`, each has an empty cache folder."""
+    checkouts = {"this": Path.cwd(), **({} if other is None else {"other": other})}
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="maxsimd-bench-") as folder:
-        lines = _first_lines(documents or checkout / "LICENSE", Path(folder))
+        lines = _first_lines(documents or Path("LICENSE"), Path(folder))
         for model in models or (None,):
             prefix = "" if len(models) < 2 or model is None else f"{Path(model).name}_"
             found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
@@ -52,7 +52,7 @@ def measure_startup(
                 for name in sorted(checkouts, reverse=number % 2 == 1):
                     with ExitStack() as stack:
                         environment = {"PYTHONPATH": str(checkouts[name] / "tests" / "typings")}
-                        if is_first:
+                        if first:
                             cache = tempfile.TemporaryDirectory(prefix="maxsimd-bench-")
                             environment["XDG_CACHE_HOME"] = stack.enter_context(cache)
                         measure = _serve if command == "serve" else _rerank
@@ -120,9 +120,7 @@ def _process(
 
 def _serve(environment: Mapping[str, str], model: list[str], lines: Path) -> dict[str, float]:
     """One server: memory in MiB when it is ready, and its peak after a request; the median lone request."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     started = time.perf_counter()
     with _process(environment, ["serve", *model, "--port", str(port)]) as (server, first):

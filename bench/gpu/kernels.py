@@ -102,11 +102,6 @@ class Limits:
     copy: float
     read: float
 
-    @property
-    def fastest_read(self) -> float:
-        """The bytes/s of a kernel that only reads."""
-        return max(self.copy, self.read)
-
     def figures(self) -> dict[str, float]:
         """In TFLOP/s and TB/s."""
         names = ("product_tflops", "copy_tbytes_per_s", "read_tbytes_per_s")
@@ -126,15 +121,6 @@ def measure_limits(device: torch.device) -> Limits:
     seconds = {name: medians({name: run}, device, _ROUNDS)[name] for name, run in runs.items()}
     nbytes = source.nbytes
     return Limits(2.0 * side**3 / seconds["product"], 2.0 * nbytes / seconds["copy"], nbytes / seconds["sum"])
-
-
-def copies_beyond_cache(size: int, device: torch.device) -> int:
-    """The copies of data of `size` bytes to use in turns, so that none is in a GPU's cache when its turn
-    comes: the others are at least twice as large as the cache."""
-    if device.type != "cuda":
-        return 2
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return 1 + -(-2 * cache // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +341,12 @@ class Setting:
     limits: Limits
 
     def copies(self, nbytes: int) -> int:
-        """The copies of data of `nbytes` to use in turns."""
-        return min(_MOST_COPIES, copies_beyond_cache(nbytes, self.device))
+        """The copies of data of `nbytes` to use in turns, so that none is in a GPU's cache when its turn
+        comes: the others are at least twice as large as the cache."""
+        if self.device.type != "cuda":
+            return 2
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return min(_MOST_COPIES, 1 + -(-2 * cache // nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +358,7 @@ class Work:
 
     def seconds(self, limits: Limits) -> float:
         """The least time of a device with these limits."""
-        return max(self.operations / limits.product, self.nbytes / limits.fastest_read)
+        return max(self.operations / limits.product, self.nbytes / max(limits.copy, limits.read))
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -29,19 +30,6 @@ from maxsimd.bench.peers import Outcome as PeerOutcome
 from maxsimd.bench.report import Outcome, Report, run_and_clean_up
 from maxsimd.engine import EngineConfig
 from tests.waiting import wait_for
-
-
-def test_the_tokenizer_of_a_path_is_measured(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    unigram_tokenizer(1_000).save(str(path))
-    options = ["--threads", "1,2", "--rounds", "1", "--json", str(tmp_path / "figures.json")]
-    result = CliRunner().invoke(main, ["bench", "tokenizer", str(path), *options])
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
-    assert figures["entries"] == 1_000
-    assert 1 < figures["characters_a_token"] < 10
-    needed = GPU_TOKENS_A_SECOND / figures["tokens_per_s_1_threads"]
-    assert figures["threads_for_a_gpu"] == pytest.approx(needed, abs=1)
 
 
 async def test_pages_with_equal_scores_come_before_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,25 +76,34 @@ def test_reports_count_failures_apart_and_show_ratios() -> None:
     assert markdown(results).splitlines()[-1].endswith("| 20.00 | 50.00 | 8.00 | 2.50 | 6.00 | 50% | 62% |")
 
 
-def test_products_of_a_checkpoint_are_counted(tmp_path: Path) -> None:
-    weights_a_layer = 4 * 384 * 384 + 2 * 384 * 1536
-    assert gflop_a_token(save_reranker("minilm-l6", tmp_path)) == pytest.approx(2 * 6 * weights_a_layer / 1e9)
-
-
 def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
     def run(*arguments: str) -> Result:
         return CliRunner().invoke(main, ["bench", *arguments])
 
-    file = tmp_path / "figures.json"
-    few = ("--num-requests", "3", "--documents", "5", "--warmup", "1")
-    engine = run("engine", *few, "--json", str(file))
-    assert engine.exit_code == 0, engine.output
-    figures = json.loads(file.read_text())["figures"]
-    assert (figures["requests"], figures["failures"]) == (3, 0)
-    assert 0 < figures["mrr"] <= 1
-    pooling = run("allpool", "--sequences", "8", "--tokens", "20", "--hidden", "16", "--rounds", "2")
-    assert pooling.exit_code == 0, pooling.output
-    assert "sequence by sequence" in pooling.output
+    def written(*arguments: str) -> tuple[Any, Any]:
+        result = run(*arguments, "--json", str(file))
+        assert result.exit_code == 0, result.output
+        found = json.loads(file.read_text())
+        return found["settings"], found["figures"]
+
+    file, vocabulary = tmp_path / "figures.json", tmp_path / "tokenizer.json"
+    _, figures = written("engine", "--num-requests", "3", "--documents", "5", "--warmup", "1")
+    assert (figures["requests"], figures["failures"], 0 < figures["mrr"] <= 1) == (3, 0, True)
+    _, figures = written("allpool", "--sequences", "8", "--tokens", "20", "--hidden", "16", "--rounds", "2")
+    assert figures["sequence_by_sequence_ms"] > 0
+    settings, figures = written("cache", "--documents", "5", "--rounds", "1", "--threads", "1")
+    assert settings == {"documents": 5, "rounds": 1, "threads": 1}
+    assert figures["kendall_tau"] > 0.9
+    unigram_tokenizer(1_000).save(str(vocabulary))
+    _, figures = written("tokenizer", str(vocabulary), "--threads", "1,2", "--rounds", "1")
+    assert (figures["entries"], 1 < figures["characters_a_token"] < 10) == (1_000, True)
+    needed = GPU_TOKENS_A_SECOND / figures["tokens_per_s_1_threads"]
+    assert figures["threads_for_a_gpu"] == pytest.approx(needed, abs=1)
+    weights_a_layer = 4 * 384 * 384 + 2 * 384 * 1536
+    expected = pytest.approx(2 * 6 * weights_a_layer / 1e9)
+    assert gflop_a_token(save_reranker("minilm-l6", tmp_path / "model")) == expected
+    for command in () if torch.cuda.is_available() else ("gpu", "kernels"):
+        assert "there is none" in run(command).output
     refused = run("several", "one")
     assert refused.exit_code == 2
     assert "name two models or none, not 1" in refused.output
@@ -213,12 +210,3 @@ def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
         "empty": "its results differ by nan of the largest",
         "broken": "RuntimeError: no such kernel",
     }
-
-
-def test_without_a_gpu_the_commands_say_so() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    for command in ("gpu", "kernels"):
-        result = CliRunner().invoke(main, ["bench", command])
-        assert result.exit_code == 1
-        assert "there is none" in result.output
