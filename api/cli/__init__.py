@@ -140,59 +140,46 @@ def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
 @click.pass_context
 def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
     """Serve MODEL, a folder or hub id, over HTTP. The default is all-MiniLM-L6-v2."""
-    found = models_in_file(context)
-    if found is not None or len(values["model"]) > 1:
-        _serve_several(context, several_models(context, found, values), print_config, values)
-        return
-    values["model"] = next(iter(values["model"]), None)
+    in_file = models_in_file(context)
+    several: Sequence[ModelSetup] | None = None
+    if in_file is not None or len(values["model"]) > 1:
+        several = several_models(context, in_file, values)
+    values["model"] = None if several is not None else next(iter(values["model"]), None)
     engine_config = config_from(EngineConfig, values)
-    server_config = _server_config(values)
+    values["api_key"] += keys_of_environment()
+    server_config = config_from(ServerConfig, values)
+    if several is not None:
+        try:
+            check_together(several, server_config)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+    hints = hints_of(context)
     if print_config:
-        _print_config(context, shown(engine_config, server_config))
+        for hint in hints:
+            click.echo(hint, err=True)
+        text = (
+            shown(engine_config, server_config) if several is None else several_shown(several, server_config)
+        )
+        click.echo(text, nl=False)
         return
-    _set_up_logging(context, server_config)
+    from maxsimd.api.logs import set_up_logging
+
+    set_up_logging(server_config.log_level, server_config.log_format)
+    show_stacks_on_sigusr1()
+    for hint in hints:
+        logging.getLogger("maxsimd.serve").warning("%s", hint)
     with exiting_on_signals():
+        if several is not None:
+            _say_loading([setup.engine for setup in several], may_be_missing=True)
+            from maxsimd.api.serve import serve_several
+
+            sys.exit(serve_several(several, engine_config, server_config, _STARTED))
         _say_loading([engine_config])
         if server_config.is_fleet:
             from maxsimd.api.fleet.supervisor import supervise as run
         else:
             from maxsimd.api.serve import serve as run
         sys.exit(run(engine_config, server_config, _STARTED))
-
-
-def _serve_several(
-    context: click.Context, models: Sequence[ModelSetup], print_config: bool, values: dict[str, Any]
-) -> None:
-    options = config_from(EngineConfig, values | {"model": None})
-    server_config = _server_config(values)
-    try:
-        check_together(models, server_config)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    if print_config:
-        _print_config(context, several_shown(models, server_config))
-        return
-    _set_up_logging(context, server_config)
-    with exiting_on_signals():
-        _say_loading([setup.engine for setup in models], may_be_missing=True)
-        from maxsimd.api.serve import serve_several
-
-        sys.exit(serve_several(models, options, server_config, _STARTED))
-
-
-def _print_config(context: click.Context, config: str) -> None:
-    for hint in hints_of(context):
-        click.echo(hint, err=True)
-    click.echo(config, nl=False)
-
-
-def _set_up_logging(context: click.Context, config: ServerConfig) -> None:
-    from maxsimd.api.logs import set_up_logging
-
-    set_up_logging(config.log_level, config.log_format)
-    show_stacks_on_sigusr1()
-    for hint in hints_of(context):
-        logging.getLogger("maxsimd.serve").warning("%s", hint)
 
 
 def _say_loading(configs: Sequence[EngineConfig], may_be_missing: bool = False) -> None:
@@ -207,11 +194,6 @@ def _say_loading(configs: Sequence[EngineConfig], may_be_missing: bool = False) 
             log.error("%s", error)
             sys.exit(1)
         log.info("Loading %s ...", shown_name(config.model))
-
-
-def _server_config(values: dict[str, Any]) -> ServerConfig:
-    values["api_key"] += keys_of_environment()
-    return config_from(ServerConfig, values)
 
 
 def _ignore_service_links() -> None:

@@ -8,7 +8,8 @@ import sys
 import typing
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from typing import Any, cast
 
 import click
@@ -21,35 +22,20 @@ from maxsimd.api.cli.evaluate import (
     in_one_line,
     judged_files,
     measuring,
-    rank_all,
+    rank,
+    ranking_options,
     shown_p,
 )
-from maxsimd.api.cli.files import INTERRUPTED, Interrupted, Progress, run
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, refuse_missing_folder, shown_name
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A ranking, and the most memory that its process took."""
-
-    ranked: Ranked
-    peak_bytes: int
-
-
-def _rank(config: EngineConfig, judged: Judged) -> _Found:
-    """Ranks in this process, which is new, so that its peak is the model's."""
-    progress = Progress("pairs")
-    progress.total = sum(len(ids) for _, ids in judged.work)
-    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
-    try:
-        ranked = run(rank_all(config, judged, progress))
-    finally:
-        progress.end()
-    ranked.tell_truncated()
+def _rank(config: EngineConfig, judged: Judged) -> tuple[Ranked, int]:
+    """Ranks in this process, which is new, so that its peak memory in bytes is the model's."""
+    ranked = rank(config, judged)
     unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2)
-    return _Found(ranked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return ranked, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def agreement(one: Run, other: Run) -> float:
@@ -70,6 +56,7 @@ def agreement(one: Run, other: Run) -> float:
 @click.argument("models", nargs=-1, required=True, metavar="MODEL[=TYPE] MODEL[=TYPE]...")
 @config_file_option
 @judged_files
+@ranking_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 def compare(models: tuple[str, ...], measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
@@ -94,11 +81,10 @@ def compare(models: tuple[str, ...], measures: tuple[str, ...], as_json: bool, *
     failure: click.ClickException | None = None
     for model, chosen in zip(models, configs, strict=True):
         try:
-            found = _in_new_process(chosen, judged)
+            ranked, peak_bytes = _in_new_process(chosen, judged)
         except click.ClickException as error:
             failure = click.ClickException(f"{model}: {error.message}")
             break  # what is done is shown
-        ranked = found.ranked
         of_measures = measure(judged.grades, ranked.scores) if measure else {}
         first = first or (ranked.scores, of_measures)
         row: dict[str, Any] = {
@@ -107,7 +93,7 @@ def compare(models: tuple[str, ...], measures: tuple[str, ...], as_json: bool, *
             "precision": ranked.precision,
             "documents_per_s": round(ranked.pairs_per_s, 1),
             "ms_per_query": round(1e3 * ranked.seconds / len(ranked.scores), 1),
-            "memory_mb": found.peak_bytes >> 20,
+            "memory_mb": peak_bytes >> 20,
             "agreement": round(agreement(first[0], ranked.scores), 3),
         }
         for name, each in of_measures.items():
@@ -129,34 +115,33 @@ def _with_model(config: EngineConfig, model: str) -> EngineConfig:
     return replace(config, model=None if model == shown_name(None) else model)
 
 
-def _in_new_process(config: EngineConfig, judged: Judged) -> _Found:
+def _in_new_process(config: EngineConfig, judged: Judged) -> tuple[Ranked, int]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(_rank, config, judged).result()
-        except Interrupted:
-            click.echo("interrupted: there is no result", err=True)
-            sys.exit(INTERRUPTED)
+        except BrokenProcessPool:
+            raise click.ClickException("its process was killed; it may need more memory") from None
+
+
+# Each column's heading and digits, where they are not its name and 4.
+_COLUMNS = {
+    "documents_per_s": ("documents/s", 1),
+    "ms_per_query": ("ms/query", 1),
+    "memory_mb": ("memory, MB", 0),
+    "agreement": ("agreement", 3),
+}
 
 
 def _cell(name: str, value: Any) -> str:
     if name.endswith(", p"):
         return "" if value is None else shown_p(value)
-    return f"{value:.{_DIGITS.get(name, 4)}f}" if isinstance(value, float) else str(value)
-
-
-_DIGITS = {"documents_per_s": 1, "ms_per_query": 1, "agreement": 3}
+    return f"{value:.{_COLUMNS.get(name, ('', 4))[1]}f}" if isinstance(value, float) else str(value)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    heads = {
-        "documents_per_s": "documents/s",
-        "ms_per_query": "ms/query",
-        "memory_mb": "memory, MB",
-        "agreement": "agreement",
-    }
     names = [*rows[-1]]
-    cells = [[heads.get(name, name) for name in names]]
+    cells = [[_COLUMNS.get(name, (name,))[0] for name in names]]
     cells += [[_cell(name, row.get(name)) for name in names] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
     lines = []

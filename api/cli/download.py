@@ -10,7 +10,9 @@ from maxsimd.api.cli.files import Progress
 from maxsimd.api.help import Command
 
 # Other frameworks' weights, and pictures.
-_OTHERS = ("onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf", "*.ot", "*.png", "*.jpg", "*.gif")
+_OTHERS = """
+    onnx/* openvino/* *.onnx *.h5 *.msgpack *.gguf *.ot *.png *.jpg *.gif .gitattributes
+""".split()  # noqa: SIM905
 
 
 @click.command(cls=Command)
@@ -51,12 +53,12 @@ def _leave_prompts_out(path: Path) -> None:
 
 
 def wanted(names: list[str]) -> list[str]:
-    """Leaves out weights of other frameworks, and pickles where there is a safetensors file."""
-    others = (*_OTHERS, ".gitattributes")
-    mine = [name for name in names if not any(fnmatch(name, each) for each in others)]
-    if any(name.endswith(".safetensors") for name in mine):
-        mine = [name for name in mine if not fnmatch(name, "*pytorch_model*.bin*")]
-    return mine
+    """Leaves out weights of other frameworks, and pickles in folders that have a safetensors file."""
+    mine = [name for name in names if not any(fnmatch(name, each) for each in _OTHERS)]
+    safe = {Path(name).parent for name in mine if name.endswith(".safetensors")}
+    return [
+        name for name in mine if Path(name).parent not in safe or not fnmatch(name, "*pytorch_model*.bin*")
+    ]
 
 
 def _download(model: str, revision: str | None, target: Path) -> None:

@@ -1,7 +1,6 @@
 """`maxsimd embed`: the vectors of a file's texts."""
 
 import json
-import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -12,24 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api.cli.files import (
-    INTERRUPTED,
-    KINDS,
-    Interrupted,
+    OutputPath,
     Progress,
     Record,
     each_part,
     field_option,
     in_parts,
+    input_format_option,
+    model_argument,
     open_output,
     read_records,
     run,
-    started,
 )
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
-from maxsimd.engine.config import EngineConfig, shown_name
+from maxsimd.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from maxsimd.engine import Engine
     from maxsimd.engine.requests import EmbedResult, InputType, TokenEmbedResult
 
     _Result: TypeAlias = EmbedResult | TokenEmbedResult
@@ -39,20 +38,14 @@ Rows = list[NDArray[np.float32]]
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@model_argument
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     required=True,
     help="File with the texts: lines, JSONL, CSV, TSV or Parquet; - for stdin",
 )
-@click.option(
-    "--input-format",
-    type=click.Choice(KINDS),
-    metavar="FORMAT",
-    help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}",
-    show_default="from the file's name",
-)
+@input_format_option
 @field_option
 @click.option(
     "--input-type",
@@ -63,7 +56,7 @@ Rows = list[NDArray[np.float32]]
 @click.option("--tokens", is_flag=True, help="Return one vector per token instead of per text")
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False),
+    type=OutputPath(),
     help="File to write: .npy, or .npz with embeddings and offsets for --tokens",
     show_default="print JSON lines",
 )
@@ -78,18 +71,10 @@ def embed(**values: Any) -> None:
         raise click.UsageError(
             f"--out must end in {ending} {'with' if values['tokens'] else 'without'} --tokens"
         )
-    progress = Progress("texts")
-    progress.note(f"reading {values['texts']}")
+    click.echo(f"reading {values['texts']}", err=True)
     records = read_records(values["texts"], values["input_format"], values["field"])
-    progress.total = len(records)
-    progress.note(f"Loading {shown_name(config.model)} for {len(records):,} texts ...")
-    try:
-        found = run(embed_records(config, records, values["input_type"], values["tokens"], progress))
-    except Interrupted:
-        click.echo("interrupted: nothing is written", err=True)
-        sys.exit(INTERRUPTED)
-    finally:
-        progress.end()
+    options = (records, values["input_type"], values["tokens"])
+    found = run(config, "texts", len(records), lambda engine, progress: _embed(engine, progress, *options))
     if out is None:
         for index, (record, rows) in enumerate(zip(records, found, strict=True)):
             named = {} if record.id is None else {"id": record.id}
@@ -103,32 +88,30 @@ def embed(**values: Any) -> None:
             np.save(file, np.stack(found))
 
 
-async def embed_records(
-    config: EngineConfig,
+async def _embed(
+    engine: "Engine",
+    progress: Progress,
     records: Sequence[Record],
     input_type: "InputType | None",
     tokens: bool,
-    progress: Progress,
 ) -> Rows:
-    """Raises MaxsimdError, and Interrupted when someone asks the command to end."""
     found: dict[int, NDArray[np.float32]] = {}
     num_tokens = 0
-    async with started(config, progress) as engine:
 
-        async def ask(part: list[int]) -> "_Result":
-            texts = [records[i].text for i in part]
-            if tokens:
-                return await engine.embed_tokens(
-                    texts, input_type=input_type, priority="batch", return_tokens=False
-                )
-            return await engine.embed(texts, input_type=input_type, priority="batch")
+    async def ask(part: list[int]) -> "_Result":
+        texts = [records[i].text for i in part]
+        if tokens:
+            return await engine.embed_tokens(
+                texts, input_type=input_type, priority="batch", return_tokens=False
+            )
+        return await engine.embed(texts, input_type=input_type, priority="batch")
 
-        def done(part: list[int], result: "_Result") -> None:
-            nonlocal num_tokens
-            num_tokens += result.usage.prompt_tokens
-            found.update(zip(part, result.embeddings, strict=True))
-            progress.update(len(found), num_tokens)
+    def done(part: list[int], result: "_Result") -> None:
+        nonlocal num_tokens
+        num_tokens += result.usage.prompt_tokens
+        found.update(zip(part, result.embeddings, strict=True))
+        progress.update(len(found), num_tokens)
 
-        progress.update(0, 0)
-        await each_part(in_parts(records, range(len(records))), ask, done)
+    progress.update(0, 0)
+    await each_part(in_parts(records, range(len(records))), ask, done)
     return [found[i] for i in range(len(records))]

@@ -2,33 +2,32 @@
 
 Source: BEIR (Thakur et al. 2021, arXiv 2104.08663), https://github.com/beir-cellar/beir."""
 
-import asyncio
 import csv
 import io
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from maxsimd.api.cli.files import (
-    INTERRUPTED,
-    Interrupted,
+    OutputPath,
     Progress,
     Record,
+    combined,
     each_part,
     in_parts,
+    model_argument,
     open_output,
     run,
-    started,
 )
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, in_flags, options_from
@@ -36,7 +35,7 @@ from maxsimd.engine.config import EngineConfig, shown_name
 from maxsimd.engine.errors import MaxsimdError
 
 if TYPE_CHECKING:
-    from maxsimd.engine import ScoreResult
+    from maxsimd.engine import Engine, ScoreResult
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _MEASURES = ("nDCG@10", "RR", "R@100")
@@ -44,52 +43,46 @@ _RESAMPLES = 9_999
 
 # Relevance by query and document; 0 and below is not relevant.
 Grades = Mapping[str, Mapping[str, int]]
-Judgments = Mapping[str, Mapping[str, bool]]
 # Scores by query and document.
 Run = dict[str, dict[str, float]]
 
 
-def judged_files(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of the files that `Judged.of` reads."""
-    for option in reversed(
-        (
-            click.option(
-                "--data",
-                type=click.Path(exists=True, file_okay=False),
-                help="BEIR folder: corpus.jsonl, queries.jsonl, qrels/test.tsv",
-            ),
-            click.option(
-                "--queries", type=_FILE, help="JSON lines with _id and text, or lines of id and text"
-            ),
-            click.option("--documents", type=_FILE, help="The same for documents, perhaps with title"),
-            click.option("--qrels", type=_FILE, help="Judgments, as in BEIR or TREC"),
-            click.option(
-                "--candidates",
-                type=_FILE,
-                help="TREC run with the candidates of each query",
-                show_default="all documents",
-            ),
-            click.option(
-                "--depth",
-                type=click.IntRange(min=1),
-                default=100,
-                show_default=True,
-                metavar="N",
-                help="Most candidates per query",
-            ),
-            click.option(
-                "--measure",
-                "measures",
-                multiple=True,
-                default=_MEASURES,
-                show_default=True,
-                metavar="NAME",
-                help="Measure of ir_measures, such as nDCG@10 or RR (MRR); repeatable",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+# The files that `Judged.of` reads.
+judged_files = combined(
+    click.option(
+        "--data",
+        type=click.Path(exists=True, file_okay=False),
+        help="BEIR folder: corpus.jsonl, queries.jsonl, qrels/test.tsv",
+    ),
+    click.option("--queries", type=_FILE, help="JSON lines with _id and text, or lines of id and text"),
+    click.option("--documents", type=_FILE, help="The same for documents, perhaps with title"),
+    click.option("--qrels", type=_FILE, help="Judgments, as in BEIR or TREC; above 0 is relevant"),
+)
+ranking_options = combined(
+    click.option(
+        "--candidates",
+        type=_FILE,
+        help="TREC run with the candidates of each query",
+        show_default="all documents",
+    ),
+    click.option(
+        "--depth",
+        type=click.IntRange(min=1),
+        default=100,
+        show_default=True,
+        metavar="N",
+        help="Most candidates per query",
+    ),
+    click.option(
+        "--measure",
+        "measures",
+        multiple=True,
+        default=_MEASURES,
+        show_default=True,
+        metavar="NAME",
+        help="Measure of ir_measures, such as nDCG@10 or RR (MRR); repeatable",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +111,34 @@ class Judged:
                 raise click.UsageError(f"give --data, or --{name}")
         texts, asked = read_texts(named["documents"]), read_texts(named["queries"])
         grades = {} if named["qrels"] is None else read_grades(named["qrels"])
-        candidates = None if values["candidates"] is None else read_candidates(values["candidates"])
-        work = _work([*(grades or asked)], asked, texts, candidates, values["depth"])
+        candidates = None if values.get("candidates") is None else read_run(values["candidates"])
+        work = []
+        for query in [query for query in grades or asked if query in asked]:
+            ids = [*texts]
+            if candidates is not None:
+                scores = candidates.get(query, {})
+                best = sorted(scores, key=lambda id_: (-scores[id_], id_))[: values["depth"]]
+                ids = [id_ for id_ in best if id_ in texts]
+            if ids:
+                work.append((query, ids))
+        if not work:
+            raise ValueError("no judgment names a query of the file that has documents; compare their ids")
         judged = cls(asked, texts, work, {query: of for query, of in grades.items() if query in asked})
         judged._warn(len(grades) - len(judged.grades))
         return judged
+
+    def refuse_spaces(self) -> None:
+        """Raises ValueError for an id with a space, which no TREC run can hold."""
+        for name in (name for query, ids in self.work for name in (query, *ids)):
+            if len(name.split()) != 1:
+                raise ValueError(f"--run cannot hold the id {name!r}, which has a space; rename it")
 
     def _warn(self, num_unknown: int) -> None:
         relevant = [id_ for of in self.grades.values() for id_, grade in of.items() if grade > 0]
         missing = sum(id_ not in self.texts for id_ in relevant)
         if missing:
             click.echo(
-                f"warning: {missing:,} of {len(relevant):,} relevant documents are not among the documents, "
-                "and count as not found",
+                f"warning: {missing:,} of {len(relevant):,} relevant documents are not among the documents",
                 err=True,
             )
         if num_unknown:
@@ -143,17 +151,16 @@ def in_one_line() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, MaxsimdError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(in_flags(str(error))) from error
 
 
 @click.command("eval", cls=Command)
-@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@model_argument
 @config_file_option
 @judged_files
-@click.option(
-    "--run", "run_file", type=click.Path(dir_okay=False), help="Also write the ranking as a TREC run"
-)
-@click.option("--per-query", type=click.Path(dir_okay=False), help="Also write each query's measures as CSV")
+@ranking_options
+@click.option("--run", "run_file", type=OutputPath(), help="Also write the ranking as a TREC run")
+@click.option("--per-query", type=OutputPath(), help="Also write each query's measures as CSV")
 @click.option("--baseline", type=_FILE, help="TREC run to compare with, such as another model's --run")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON")
 @options_from(EngineConfig, exclude=frozenset({"model"}))
@@ -161,22 +168,14 @@ def evaluate(measures: tuple[str, ...], as_json: bool, **values: Any) -> None:
     """Measure how well MODEL ranks judged documents: nDCG@10, MRR and recall."""
     config = config_from(EngineConfig, values)
     measure = measuring(measures)
-    progress = Progress("pairs")
     with in_one_line():
         judged = Judged.of(values)
+        if values["run_file"] is not None:
+            judged.refuse_spaces()
         baseline = None if values["baseline"] is None else read_run(values["baseline"])
     # A measure that cannot be computed is told before documents are ranked.
     before = measure(judged.grades, baseline or {query: {ids[0]: 0.0} for query, ids in judged.work})
-    progress.total = sum(len(ids) for _, ids in judged.work)
-    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
-    try:
-        ranked = run(rank_all(config, judged, progress))
-    except Interrupted:
-        click.echo("interrupted: there is no result", err=True)
-        sys.exit(INTERRUPTED)
-    finally:
-        progress.end()
-    ranked.tell_truncated()
+    ranked = rank(config, judged)
     if values["run_file"] is not None:
         tag = f"{Path(shown_name(config.model)).name}-{ranked.kind}".replace(" ", "-")
         _write(ranked.scores, tag, values["run_file"])
@@ -260,26 +259,6 @@ def measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, Measu
     return measured
 
 
-def _work(
-    judged: list[str],
-    queries: Mapping[str, str],
-    documents: Mapping[str, str],
-    candidates: Mapping[str, list[str]] | None,
-    depth: int,
-) -> list[tuple[str, list[str]]]:
-    """The documents to rank for each judged query. Raises ValueError where there are none."""
-    work = []
-    for query in [each for each in judged if each in queries]:
-        ids = [*documents]
-        if candidates is not None:
-            ids = [each for each in candidates.get(query, [])[:depth] if each in documents]
-        if ids:
-            work.append((query, ids))
-    if not work:
-        raise ValueError("no judgment names a query of the file that has documents; compare their ids")
-    return work
-
-
 def _write(ranked: Run, tag: str, path: str) -> None:
     lines = []
     for query, scores in ranked.items():
@@ -301,8 +280,8 @@ def _write_by_query(found: Mapping[str, Measured], path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Each document's score before its activation, how the model runs, and the `seconds` that it took,
-    without the load. In `truncated` pairs the model did not read the whole document."""
+    """Each document's score, how the model runs, and the `seconds` that it took, without the load. In
+    `truncated` pairs the model did not read the whole document."""
 
     scores: Run
     kind: str
@@ -318,66 +297,61 @@ class Ranked:
     def pairs_per_s(self) -> float:
         return self.num_pairs / max(self.seconds, 1e-9)
 
-    def tell_truncated(self) -> None:
-        if self.truncated:
-            said = f"warning: in {self.truncated:,} of {self.num_pairs:,} pairs the document was truncated"
-            click.echo(said, err=True)
+
+def rank(config: EngineConfig, judged: Judged, normalize: bool = False) -> Ranked:
+    """Ranks each query's documents, by scores before their activation unless they are to `normalize`. Raises
+    click.ClickException for the model's errors."""
+    num_pairs = sum(len(ids) for _, ids in judged.work)
+    ranked = run(
+        config, "pairs", num_pairs, lambda engine, progress: _rank(engine, progress, judged, normalize)
+    )
+    if ranked.truncated:
+        said = f"warning: in {ranked.truncated:,} of {num_pairs:,} pairs the document was truncated"
+        click.echo(said, err=True)
+    return ranked
 
 
-async def rank_all(config: EngineConfig, judged: Judged, progress: Progress) -> Ranked:
-    """Ranks each query's documents. Raises MaxsimdError and Interrupted."""
+async def _rank(engine: "Engine", progress: Progress, judged: Judged, normalize: bool) -> Ranked:
     queries, documents = judged.asked, judged.texts
     ranked: Run = {query: {} for query, _ in judged.work}
     done_pairs = tokens = truncated = 0
-    async with started(config, progress) as engine:
 
-        def parts() -> Iterator[list[tuple[str, str]]]:
-            for query, ids in judged.work:
-                records = [Record(documents[id_]) for id_ in ids]
-                # A listwise model scores a query's documents by each other.
-                is_whole = engine.model.listwise is not None
-                indexes = range(len(ids))
-                for part in [list(indexes)] if is_whole else in_parts(records, indexes):
-                    yield [(query, ids[i]) for i in part]
+    def parts() -> Iterator[list[tuple[str, str]]]:
+        for query, ids in judged.work:
+            records = [Record(documents[id_]) for id_ in ids]
+            indexes = range(len(ids))
+            # A listwise model scores a query's documents by each other.
+            is_whole = engine.model.listwise is not None
+            for part in [list(indexes)] if is_whole else in_parts(records, indexes):
+                yield [(query, ids[i]) for i in part]
 
-        async def ask(part: list[tuple[str, str]]) -> "ScoreResult":
-            texts = [documents[id_] for _, id_ in part]
-            return await engine.score(queries[part[0][0]], texts, priority="batch")
+    async def ask(part: list[tuple[str, str]]) -> "ScoreResult":
+        texts = [documents[id_] for _, id_ in part]
+        return await engine.score(queries[part[0][0]], texts, priority="batch", normalize=normalize)
 
-        def done(part: list[tuple[str, str]], result: "ScoreResult") -> None:
-            nonlocal done_pairs, tokens, truncated
-            done_pairs += len(part)
-            truncated += result.truncated - result.truncated_queries
-            tokens += result.usage.prompt_tokens
-            for (query, id_), score in zip(part, result.ranking_scores, strict=True):
-                ranked[query][id_] = score
-            progress.update(done_pairs, tokens)
+    def done(part: list[tuple[str, str]], result: "ScoreResult") -> None:
+        nonlocal done_pairs, tokens, truncated
+        done_pairs += len(part)
+        truncated += result.truncated - result.truncated_queries
+        tokens += result.usage.prompt_tokens
+        scores = result.scores if normalize else result.ranking_scores
+        for (query, id_), score in zip(part, scores, strict=True):
+            ranked[query][id_] = score
+        progress.update(done_pairs, tokens)
 
-        progress.update(0, 0)
-        begun = time.perf_counter()
-        await each_part(parts(), ask, done)
-        seconds = time.perf_counter() - begun
-        facts = engine.facts
-        return Ranked(ranked, facts.score_type.value, facts.precision, truncated, seconds)
+    progress.update(0, 0)
+    begun = time.perf_counter()
+    await each_part(parts(), ask, done)
+    seconds = time.perf_counter() - begun
+    facts = engine.facts
+    return Ranked(ranked, facts.score_type.value, facts.precision, truncated, seconds)
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@model_argument
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model", "calibration"}))
-@click.option("--queries", type=_FILE, required=True, help="Queries as JSON lines with _id and text")
-@click.option(
-    "--documents",
-    type=_FILE,
-    required=True,
-    help="Documents as JSON lines with _id, text and perhaps title",
-)
-@click.option(
-    "--qrels",
-    type=_FILE,
-    required=True,
-    help="Judgments, as in BEIR or TREC; numbers above 0 are relevant",
-)
+@judged_files
 @click.option(
     "--others",
     type=click.IntRange(min=0),
@@ -386,26 +360,28 @@ async def rank_all(config: EngineConfig, judged: Judged, progress: Progress) -> 
     metavar="N",
     help="Random documents per query that count as not relevant unless judged",
 )
-@click.option("--out", type=click.Path(dir_okay=False), required=True, help="File to write")
-def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
+@click.option("--out", type=OutputPath(), required=True, help="File to write")
+def calibrate(others: int, out: str, **values: Any) -> None:
     """Turn normalized scores of MODEL into probabilities, by judged documents.
 
     Serve with --model-option calibration=FILE."""
     config = config_from(EngineConfig, values)
-    click.echo(f"Loading {shown_name(config.model)} ...", err=True)
-    from maxsimd.engine.device.stores import digest_of
-    from maxsimd.engine.scoring.scale import Calibration
+    with in_one_line():
+        judged = _with_others(Judged.of(values), others)
+    found = rank(config, judged, normalize=True).scores
+    pairs = [(query, id_) for query, ids in judged.work for id_ in ids]
+    scores = np.array([found[query][id_] for query, id_ in pairs])
+    relevant = np.array([judged.grades[query].get(id_, 0) > 0 for query, id_ in pairs])
+    numbers = {query: number for number, (query, _) in enumerate(judged.work)}
+    with in_one_line():
+        from maxsimd.engine.device.stores import digest_of
+        from maxsimd.engine.scoring.scale import Calibration
 
-    try:
-        scored = asyncio.run(_score_judged(config, queries, documents, qrels, others))
-        calibration = Calibration.fitted(digest_of(config), scored.scores, scored.relevant)
-        calibration.write(Path(out))
-    except (OSError, ValueError, MaxsimdError) as error:
-        raise click.ClickException(in_flags(str(error))) from error
-    before, after = _errors_of(scored)
-    share = sum(scored.relevant) / len(scored.relevant)
+        Calibration.fitted(digest_of(config), scores.tolist(), relevant.tolist()).write(Path(out))
+    before, after = _errors_of(scores, relevant, np.array([numbers[query] for query, _ in pairs]) % _FOLDS)
+    share = relevant.mean()
     click.echo(
-        f"{len(scored.scores)} documents of {len(set(scored.queries))} queries, {share:.1%} relevant\n"
+        f"{len(pairs)} documents of {len(judged.work)} queries, {share:.1%} relevant\n"
         f"mean squared error of the probability (Brier) on queries that it was not fitted to:\n"
         f"  normalized scores {before:.4f}, calibrated {after:.4f}, "
         f"always {share:.1%} {share * (1 - share):.4f}\n"
@@ -417,46 +393,26 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
 _FOLDS = 5
 
 
-@dataclass(slots=True)
-class Scored:
-    """Normalized scores with their judgments, and to which query each belongs."""
-
-    scores: list[float] = field(default_factory=list)
-    relevant: list[bool] = field(default_factory=list)
-    queries: list[int] = field(default_factory=list)
-
-
-async def _score_judged(
-    config: EngineConfig, queries: str, documents: str, qrels: str, others: int
-) -> Scored:
-    """Scores the documents of files that are judged, and `others` a query. Raises ValueError for none."""
-    from maxsimd.engine import Engine
-
-    judged, asked, texts = read_judgments(qrels), read_texts(queries), read_texts(documents)
-    scored, draw, ids = Scored(), random.Random(0), sorted(texts)
-    async with Engine(config) as engine:
-        for number, (query, judgments) in enumerate(sorted(judged.items())):
-            chosen = {each: is_relevant for each, is_relevant in judgments.items() if each in texts}
-            if query not in asked or not chosen:
-                continue
-            for each in draw.sample(ids, min(others, len(ids))):
-                chosen.setdefault(each, False)
-            result = await engine.score(asked[query], [texts[each] for each in chosen], normalize=True)
-            scored.scores += result.scores
-            scored.relevant += chosen.values()
-            scored.queries += [number] * len(chosen)
-    if not scored.scores:
+def _with_others(judged: Judged, others: int) -> Judged:
+    """The documents that are judged, and `others` a query. Raises ValueError for none."""
+    draw, ids = random.Random(0), sorted(judged.texts)
+    work = []
+    for query, grades in sorted(judged.grades.items()):
+        chosen = dict.fromkeys(id_ for id_ in grades if id_ in judged.texts)
+        if chosen:
+            work.append((query, [*(chosen | dict.fromkeys(draw.sample(ids, min(others, len(ids)))))]))
+    if not work:
         raise ValueError("no judgment names a query and a document of the files; compare their ids")
-    return scored
+    return replace(judged, work=work)
 
 
-def _errors_of(scored: Scored) -> tuple[float, float]:
+def _errors_of(
+    scores: NDArray[np.float64], relevant: NDArray[np.bool_], folds: NDArray[np.int64]
+) -> tuple[float, float]:
     """The mean squared errors of normalized scores and of calibrated ones, cross-validated by query; NaN for
     too few."""
     from maxsimd.engine.scoring.scale import Calibration
 
-    scores, relevant = np.array(scored.scores), np.array(scored.relevant)
-    folds = np.array(scored.queries) % _FOLDS
     probabilities = np.full(len(scores), np.nan)
     for fold in range(_FOLDS):
         rest = folds != fold
@@ -484,14 +440,6 @@ def read_texts(path: str) -> dict[str, str]:
     return texts
 
 
-def read_judgments(path: str) -> Judgments:
-    """Reads judgments as `read_grades` does. Documents with a number above 0 are relevant."""
-    return {
-        query: {document: grade > 0 for document, grade in grades.items()}
-        for query, grades in read_grades(path).items()
-    }
-
-
 def read_grades(path: str) -> Grades:
     """Grades from lines of query, document and whole number, or TREC's four; the first may be a heading.
     Raises ValueError with the number of a wrong line."""
@@ -510,12 +458,6 @@ def read_grades(path: str) -> Grades:
             raise ValueError(f"{path}, line {number}: this is no query, document and whole number")
         judged.setdefault(fields[0], {})[fields[-2]] = int(grade)
     return judged
-
-
-def read_candidates(path: str) -> dict[str, list[str]]:
-    """Documents by query, best first, from a run in TREC's form. Raises ValueError with the number of a wrong
-    line."""
-    return {query: sorted(each, key=lambda id_: (-each[id_], id_)) for query, each in read_run(path).items()}
 
 
 def read_run(path: str) -> Run:

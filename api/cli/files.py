@@ -1,7 +1,9 @@
 """Texts from files, an engine that runs them in parts, its progress, and the files that commands write."""
 
 import asyncio
+import codecs
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -61,7 +63,33 @@ INTERRUPTED = 130
 # The engine's names for what is done with long documents.
 _TRUNCATION: "dict[str, LongInputPolicy]" = {"truncate": "cut", "window": "window", "error": "error"}
 
+
+class OutputPath(click.Path):
+    """A file to write, in a folder that exists: a mistake is told before the work."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).absolute().parent.is_dir():
+            self.fail(f"there is no folder for {value}; create it first", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One decorator for several arguments and options, in this order."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
 # Options of several commands.
+model_argument = click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+input_format_option = click.option(
+    "--input-format",
+    type=click.Choice(KINDS),
+    metavar="FORMAT",
+    help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}",
+    show_default="from the file's name",
+)
 normalize_option = click.option("--normalize", is_flag=True, help="Return scores from 0 to 1")
 long_documents_option = click.option(
     "--long-documents",
@@ -132,7 +160,7 @@ def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Rec
 
 
 def _guess(data: bytes) -> str:
-    return "jsonl" if data.lstrip()[:1] in (b"{", b"[") else "lines"
+    return "jsonl" if data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[") else "lines"
 
 
 def _lines(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
@@ -232,8 +260,8 @@ class _Lines:
 class Progress:
     """Progress of a command on standard error: notes first, then a tqdm bar over `total` texts."""
 
-    def __init__(self, unit: str) -> None:
-        self.total = 0
+    def __init__(self, unit: str, total: int = 0) -> None:
+        self.total = total
         self._unit = unit
         self._bar: tqdm[Any] | None = None
 
@@ -266,19 +294,37 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM ends the command."""
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a command's work. Raises click.ClickException where the model or the texts are at fault."""
+def run(
+    config: EngineConfig,
+    unit: str,
+    total: int,
+    work: Callable[["Engine", Progress], Coroutine[Any, Any, T]],
+) -> T:
+    """Loads a model and runs a command's work on `total` texts. Raises click.ClickException where the model
+    or the texts are at fault. Ends the process where the work raises Interrupted."""
     import uvloop
 
+    progress = Progress(unit, total)
+    progress.note(f"Loading {shown_name(config.model)} for {total:,} {unit} ...")
+
+    async def load_and_work() -> T:
+        async with _started(config, progress) as engine:
+            return await work(engine, progress)
+
     try:
-        return uvloop.run(work)
+        return uvloop.run(load_and_work())
     except MaxsimdError as error:
         raise click.ClickException(in_flags(str(error))) from error
+    except Interrupted:
+        progress.end()
+        click.echo("interrupted: there is no result", err=True)
+        sys.exit(INTERRUPTED)
+    finally:
+        progress.end()
 
 
 @asynccontextmanager
-async def started(config: EngineConfig, progress: Progress) -> AsyncIterator["Engine"]:
-    """An engine, once its model is loaded."""
+async def _started(config: EngineConfig, progress: Progress) -> AsyncIterator["Engine"]:
     from maxsimd.engine import Engine
 
     engine = Engine(config)
@@ -314,7 +360,7 @@ def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list
 async def each_part(
     parts: Iterator[P], ask: Callable[[P], Awaitable[T]], done: Callable[[P, T], None]
 ) -> None:
-    """Asks for some parts at a time and calls `done` with each result. Raises Interrupted on a signal."""
+    """Asks for a few parts at a time and calls `done` with each result. Raises Interrupted on a signal."""
     asked: dict[asyncio.Task[T], P] = {}
     with _stopping() as stop:
         stopped = asyncio.create_task(stop.wait())

@@ -3,41 +3,42 @@
 import json
 import shutil
 import sys
-import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
 from maxsimd.api.cli.files import (
     INTERRUPTED,
-    KINDS,
     Interrupted,
+    OutputPath,
     Progress,
     Record,
+    combined,
     digest_of,
     each_part,
     field_option,
     in_parts,
+    input_format_option,
     is_plain,
     long_documents_option,
+    model_argument,
     normalize_option,
     open_output,
     read_records,
     run,
-    started,
     truncation_of,
 )
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
-from maxsimd.engine.config import EngineConfig, ScoreType, shown_name
+from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.display import printable
 
 if TYPE_CHECKING:
-    from maxsimd.engine import ScoreResult
+    from maxsimd.engine import Engine, ScoreResult
 
 _LEAST_TEXT = 20
 
@@ -75,86 +76,52 @@ def _json_lines(
             line["error"] = errors[index]
         else:
             line["score"] = scores[index]
-        yield _writable(json.dumps({**line, "text": record.text}, ensure_ascii=False))
+        text = json.dumps({**line, "text": record.text}, ensure_ascii=False)
+        yield text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _score_table(
     ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
 ) -> Iterator[str]:
+    from rich.cells import cell_len, set_cell_size
+
     ids = [printable(records[index].id or str(index)) for index in ranked]
-    width = max([len("document"), *map(_width, ids)])
+    width = max([len("document"), *map(cell_len, ids)])
     rest = max(_LEAST_TEXT, shutil.get_terminal_size((100, 24)).columns - width - 20)
-    yield f"{'rank':>4}  {'score':>10}  {_filled('document', width)}  text"
+    yield f"{'rank':>4}  {'score':>10}  {'document':<{width}}  text"
     for rank, (index, id_) in enumerate(zip(ranked, ids, strict=True), 1):
         score = "failed" if index in errors else f"{scores[index]:.4f}"
         shown = printable(" ".join((errors.get(index) or records[index].text)[: 4 * rest].split()))
-        yield f"{rank:>4}  {score:>10}  {_filled(id_, width)}  {_cut(shown, rest)}"
+        shown = shown if cell_len(shown) <= rest else f"{set_cell_size(shown, rest - 3)}..."
+        yield f"{rank:>4}  {score:>10}  {set_cell_size(id_, width)}  {shown}"
 
 
-def _writable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _width(text: str) -> int:
-    """Width in columns of a terminal."""
-    return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
-        for each in text
-    )
-
-
-def _filled(text: str, width: int) -> str:
-    return text + " " * (width - _width(text))
-
-
-def _cut(text: str, most: int) -> str:
-    if _width(text) <= most:
-        return text
-    while _width(text) > most - 3:
-        text = text[: -max(1, (_width(text) - most + 3) // 2)]
-    return text + "..."
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _options(command: F) -> F:
-    for decorate in reversed(
-        (
-            click.argument("model", required=False, envvar="MAXSIMD_MODEL"),
-            config_file_option,
-            click.option("--query", required=True, help="Query to score the documents for"),
-            click.option(
-                "--documents",
-                type=click.Path(exists=True, allow_dash=True),
-                required=True,
-                help="Lines, JSONL, CSV, TSV or Parquet (- for stdin), or a folder of pictures and PDFs",
-            ),
-            click.option(
-                "--input-format",
-                type=click.Choice(KINDS),
-                metavar="FORMAT",
-                help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}",
-                show_default="from the file's name",
-            ),
-            field_option,
-            click.option("--out", type=click.Path(dir_okay=False), help="File to write instead of printing"),
-            click.option(
-                "--format",
-                "form",
-                type=click.Choice(["table", "jsonl"]),
-                metavar="FORMAT",
-                help="table or jsonl",
-                show_default="table in a terminal",
-            ),
-            click.option("--resume", is_flag=True, help="Continue an interrupted run with the same --out"),
-            normalize_option,
-            long_documents_option,
-            options_from(EngineConfig, exclude=frozenset({"model"})),
-        )
-    ):
-        command = decorate(command)
-    return command
+_options = combined(
+    model_argument,
+    config_file_option,
+    click.option("--query", required=True, help="Query to score the documents for"),
+    click.option(
+        "--documents",
+        type=click.Path(exists=True, allow_dash=True),
+        required=True,
+        help="Lines, JSONL, CSV, TSV or Parquet (- for stdin), or a folder of pictures and PDFs",
+    ),
+    input_format_option,
+    field_option,
+    click.option("--out", type=OutputPath(), help="File to write instead of printing"),
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(["table", "jsonl"]),
+        metavar="FORMAT",
+        help="table or jsonl",
+        show_default="table in a terminal",
+    ),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run with the same --out"),
+    normalize_option,
+    long_documents_option,
+    options_from(EngineConfig, exclude=frozenset({"model"})),
+)
 
 
 @click.command(cls=Command)
@@ -164,7 +131,7 @@ def rerank(top_n: int | None, **values: Any) -> None:
     """Rank the documents of a file for a query.
 
     Ctrl-C prints the documents scored so far. --resume continues with the same --out."""
-    _run(values, lambda scores: sorted(scores, key=lambda i: (-scores[i], i))[:top_n])
+    _run(values, sys.maxsize if top_n is None else top_n)
 
 
 @click.command(cls=Command)
@@ -185,33 +152,32 @@ def _records(values: dict[str, Any]) -> list[Record]:
     return records_of(path)
 
 
-def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] | None) -> None:
+def _run(values: dict[str, Any], top_n: int | None) -> None:
+    """Writes the `top_n` best documents, best first; all in their order for None."""
     config = config_from(EngineConfig, values)
     out, form, resume = values["out"], values["form"], values["resume"]
     if resume and out is None:
         raise click.UsageError("--resume needs --out: what was scored before stands beside that file")
     if resume and not is_plain(Path(out)):
         raise click.UsageError(f"--resume needs a regular file for --out, but {out} is not one")
-    progress = Progress("documents")
-    progress.note(f"reading {values['documents']}")
+    click.echo(f"reading {values['documents']}", err=True)
     records = _records(values)
-    progress.total = len(records)
-    progress.note(f"Loading {shown_name(config.model)} for {len(records):,} documents ...")
     options = {"normalize": values["normalize"], "truncation": truncation_of(values["long_documents"])}
     path = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
     parts = [repr(config), values["query"], repr(sorted(options.items()))]
     journal = Journal(path, digest_of([*parts, *(each.identity for each in records)]), resume)
-    try:
-        if journal.done < len(records):
-            run(score_records(config, values["query"], records, options, journal, progress))
-    finally:
-        progress.end()
+    if journal.done < len(records):
+        given = (values["query"], records, options, journal)
+        run(config, "documents", len(records), lambda engine, progress: _score(engine, progress, *given))
     scores, errors, missing = journal.scores, journal.errors, len(records) - journal.done
-    ranked = sorted({*scores, *errors}) if order is None else order(journal.ranking_scores)
+    by = journal.ranking_scores
+    ranked = sorted({*scores, *errors}) if top_n is None else sorted(by, key=lambda i: (-by[i], i))[:top_n]
     if not missing or out is None:
         write(ranked, scores, errors, records, form, out)
     for index, reason in list(errors.items())[:5]:
         click.echo(f"document {index} has no score: {reason}", err=True)
+    if len(errors) > 5:
+        click.echo(f"{len(errors) - 5:,} other documents have no score either", err=True)
     if not missing:
         if path is not None:
             path.unlink()
@@ -304,40 +270,39 @@ class Journal:
         return True
 
 
-async def score_records(
-    config: EngineConfig,
+async def _score(
+    engine: "Engine",
+    progress: Progress,
     query: str,
     records: Sequence[Record],
     options: dict[str, Any],
     journal: Journal,
-    progress: Progress,
 ) -> None:
     """Scores what is not in the journal yet, with the options of `Engine.score`, until it is complete or
-    someone asks the command to end. Raises MaxsimdError."""
-    async with started(config, progress) as engine:
-        is_listwise = engine.model.score_type is ScoreType.LISTWISE
-        left = [i for i in range(len(records)) if i not in journal.scores and i not in journal.errors]
-        # A listwise model scores documents by each other.
-        parts = iter([list(range(len(records)))]) if is_listwise else in_parts(records, left)
-        reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
-        tokens = 0
+    someone asks the command to end."""
+    is_listwise = engine.model.score_type is ScoreType.LISTWISE
+    left = [i for i in range(len(records)) if i not in journal.scores and i not in journal.errors]
+    # A listwise model scores documents by each other.
+    parts = iter([list(range(len(records)))]) if is_listwise else in_parts(records, left)
+    reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
+    tokens = 0
 
-        async def ask(part: list[int]) -> "ScoreResult":
-            documents = [records[i].document for i in part]
-            return await engine.score(query, documents, priority="batch", **reported, **options)
+    async def ask(part: list[int]) -> "ScoreResult":
+        documents = [records[i].document for i in part]
+        return await engine.score(query, documents, priority="batch", **reported, **options)
 
-        def done(part: list[int], result: "ScoreResult") -> None:
-            nonlocal tokens
-            tokens += result.usage.prompt_tokens
-            errors = {part[i]: reason for i, reason in result.errors.items()}
-            both = zip(result.scores, result.ranking_scores, strict=True)
-            scores = {part[i]: each for i, each in enumerate(both) if i not in result.errors}
-            journal.add(scores, errors)
-            progress.update(journal.done, tokens)
+    def done(part: list[int], result: "ScoreResult") -> None:
+        nonlocal tokens
+        tokens += result.usage.prompt_tokens
+        errors = {part[i]: reason for i, reason in result.errors.items()}
+        both = zip(result.scores, result.ranking_scores, strict=True)
+        scores = {part[i]: each for i, each in enumerate(both) if i not in result.errors}
+        journal.add(scores, errors)
+        progress.update(journal.done, tokens)
 
-        with journal, suppress(Interrupted):
-            progress.update(journal.done, 0)
-            await each_part(parts, ask, done)
+    with journal, suppress(Interrupted):
+        progress.update(journal.done, 0)
+        await each_part(parts, ask, done)
 
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})

@@ -142,6 +142,7 @@ def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
     [
         (["--documents", "/nowhere"], "does not exist"),
         (["--documents", "{folder}/a.jsonl", "--field", "x"], "line 1"),
+        (["--documents", "{folder}/a.jsonl", "--out", "{folder}/none/a"], "there is no folder for"),
         (["--documents", "{folder}/a.jsonl", "--resume"], "--resume needs --out"),
         (["/no/model", "--documents", "{folder}/a.jsonl"], "there is no folder"),
         (["--documents", "{folder}/a.jsonl", "--device", "cuda"], "CUDA"),
@@ -245,6 +246,9 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
     names, row = (re.split(r"  +", line) for line in compared.stdout.splitlines())
     shown = dict(zip(names, row, strict=True))
     assert (shown["kind"], shown["agreement"], shown["nDCG@10"]) == ("bi-encoder", "1.000", f"{best:.4f}")
+    (tmp_path / "spaced.tsv").write_text("a b\ttext", "utf-8")
+    spaced = evaluated("--documents", str(tmp_path / "spaced.tsv"), "--run", str(run_file))
+    assert "--run cannot hold the id 'a b'" in spaced.stderr
     told = {"nope": "no such", "P@0": "at least 1", "RBP@10": "Unsupported", "INSQ": "invalid param"}
     for name, reason in told.items():
         refused = evaluated("--measure", name).stderr

@@ -100,7 +100,9 @@ def test_a_downloaded_checkpoint_is_served_without_a_hub(
     folder = tmp_path / "model"
     assert "file 1 of" in download(MODEL, "--to", str(folder)).stderr
     assert not [path for path in hub.asked if path.endswith(OTHERS)]
-    assert wanted(["config.json", "pytorch_model.bin"]) == ["config.json", "pytorch_model.bin"]
+    dense, pickle = ["2_Dense/pytorch_model.bin", "config.json"], "pytorch_model.bin"
+    assert wanted([*dense, pickle]) == [*dense, pickle]
+    assert wanted([*dense, pickle, "model.safetensors"]) == [*dense, "model.safetensors"]
     for name, path in hub.files.items():
         assert (folder / name).read_bytes() == path.read_bytes()
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
@@ -142,8 +144,8 @@ def test_instructors_leave_prompts_out(
     hub.files[pooling].write_text('{"pooling_mode_mean_tokens": true}')
     for _ in range(2):  # again where it is there
         download(MODEL, "--to", str(folder))
-        said = json.loads((folder / pooling).read_text())
-        assert said == {"pooling_mode_mean_tokens": True, "include_prompt": False}
+        settings = json.loads((folder / pooling).read_text())
+        assert settings == {"pooling_mode_mean_tokens": True, "include_prompt": False}
     download(MODEL, "--to", str(folder), "--check")
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import operator
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from maxsimd.api.cli import compare
 from maxsimd.api.cli.files import Record, read_records
 from maxsimd.api.cli.rank import Journal, digest_of, write
 
@@ -22,13 +24,14 @@ TEXTS = ["Open a file.", 'one, "two"', "Käse, 東京 and 🎉.", "a\tb"]
 
 def _written(kind: str) -> bytes:
     ids = [f"d{i}" for i in range(len(TEXTS))]
-    if kind == "lines":
-        return "\n\n".join(TEXTS).encode()
-    if kind == "jsonl":
-        rows = [{"_id": i, "text": text} for i, text in zip(ids, TEXTS, strict=True)]
-        return "\n".join(map(json.dumps, rows)).encode()
-    if kind == "json":
-        return json.dumps(TEXTS).encode()
+    rows = [{"_id": i, "text": text} for i, text in zip(ids, TEXTS, strict=True)]
+    plain = {
+        "lines": "\n\n".join(TEXTS),
+        "jsonl": "\n".join(map(json.dumps, rows)),
+        "json": json.dumps(TEXTS),
+    }
+    if kind in plain:
+        return plain[kind].encode()
     if kind == "parquet":
         out = io.BytesIO()
         parquet.write_table(pyarrow.table({"id": ids, "passage": TEXTS}), out)
@@ -66,6 +69,7 @@ def test_lines_end_where_lines_end_and_fields_join(tmp_path: Path, monkeypatch: 
         (b"one\ntwo", None, [Record("one"), Record("two")]),
         (b' {"content": "one", "id": 7}\n', None, [Record("one", "7")]),
         (b'["one", {"text": "two"}]', None, [Record("one"), Record("two")]),
+        (b'\xef\xbb\xbf{"text": "one"}', None, [Record("one")]),
         (b'id\ttext\n2\t"open\n3\tt"t', "tsv", [Record('"open', "2"), Record('t"t', "3")]),
     ):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
@@ -95,6 +99,9 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(click.ClickException, match=r"maxsimd\[files\]"):
         read_records(str(tmp_path / "a.parquet"), None, ())
+    monkeypatch.setattr(compare, "_rank", operator.call)
+    with pytest.raises(click.ClickException, match="its process was killed"):
+        compare._in_new_process(os._exit, 9)  # type: ignore[arg-type]
 
 
 DIGEST = digest_of(["a", "b"])

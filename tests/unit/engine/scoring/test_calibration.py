@@ -14,7 +14,7 @@ from sklearn.isotonic import IsotonicRegression
 from transformers import PretrainedConfig
 
 from maxsimd.api.cli import main
-from maxsimd.api.cli.evaluate import read_judgments, read_texts
+from maxsimd.api.cli.evaluate import read_grades, read_texts
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint.model import PairRules, Task
@@ -78,6 +78,10 @@ def _calibrate(files: Path, out: Path, *more: str, qrels: Path | None = None) ->
 
 def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, stanford_colbert: str) -> None:
     out = tmp_path / "calibration.json"
+    bad = tmp_path / "bad.tsv"
+    bad.write_text("other d0 1\n")
+    ran = _calibrate(files, tmp_path / "out.json", stanford_colbert, qrels=bad)
+    assert (ran.exit_code, "no judgment names" in ran.output) == (1, True), ran.output
     ran = _calibrate(files, out, stanford_colbert, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
     assert "12 queries" in ran.output
@@ -132,21 +136,13 @@ def test_a_calibration_is_of_all_that_changes_scores() -> None:
         assert model_digest(replace(given, **change), EngineConfig(model="m")) != digest, change
 
 
-def test_files_that_do_not_fit_are_told(files: Path, tmp_path: Path, stanford_colbert: str) -> None:
-    bad = tmp_path / "bad.tsv"
-    bad.write_text("other d0 1\n")
-    ran = _calibrate(files, tmp_path / "out.json", stanford_colbert, qrels=bad)
-    assert (ran.exit_code, "no judgment names" in ran.output) == (1, True), ran.output
-
-
 def test_judgments_come_in_both_forms(tmp_path: Path) -> None:
     path = tmp_path / "qrels"
     path.write_text("query\tdocument\tscore\n1 0 a 2\n1 0 b 0\n2 c -1\n\n2\td e\t1.0\n2\t0\tf\t0\n")
-    second = {"c": False, "d e": True, "f": False}
-    assert read_judgments(str(path)) == {"1": {"a": True, "b": False}, "2": second}
+    assert read_grades(str(path)) == {"1": {"a": 2, "b": 0}, "2": {"c": -1, "d e": 1, "f": 0}}
     path.write_text('{"_id": 1, "text": "b", "title": "a"}\n{"_id": "2", "text": "c", "title": null}\n')
     assert read_texts(str(path)) == {"1": "a b", "2": "c"}
-    wrong: Any = dict.fromkeys(("q d high", "q d 0.5", "q d nan", "d 1", "q a b c 1"), read_judgments)
+    wrong: Any = dict.fromkeys(("q d high", "q d 0.5", "q d nan", "d 1", "q a b c 1"), read_grades)
     wrong |= dict.fromkeys(('{"_id": 1}', '{"_id": 1, "text": null}', "[" * 100_000), read_texts)
     for line, read in wrong.items():
         path.write_text(f'{{"_id": 1, "text": "a"}}\n{line}')
