@@ -24,7 +24,8 @@ new MutationObserver(() => {
   for (const each of document.querySelectorAll("textarea.body-param__text")) each.ariaLabel = "Request body";
 }).observe(document.getElementById("routes"), { childList: true, subtree: true });
 
-const base = new URL(".", document.baseURI);
+// fetch refuses an address with a password.
+const base = Object.assign(new URL(".", document.baseURI), { username: "", password: "" });
 const inside = document.getElementById("description");
 
 async function read(key) {
@@ -43,8 +44,9 @@ async function read(key) {
 async function show() {
   const status = document.getElementById("status"), key = document.getElementById("key").value.trim();
   try {
-    const spec = await read(key), path = decodeURIComponent(location.hash.slice(1));
-    if (path in spec.paths) history.replaceState(null, "", fragmentOf(spec, path));
+    const spec = await read(key);
+    const path = Object.keys(spec.paths).find((each) => [`#${each}`, `#${encodeURI(each)}`, `#${encodeURIComponent(each)}`].includes(location.hash));
+    if (path) history.replaceState(null, "", fragmentOf(spec, path));
     if (!inside && base.pathname !== "/") spec.servers = [{ url: base.pathname.replace(/\/$/, "") }];
     const ui = SwaggerUIBundle({
       spec, dom_id: "#routes", deepLinking: true, filter: true, docExpansion: "list",

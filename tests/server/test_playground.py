@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.exhaustive import exhaustive
 from tests.server.browser import VIEWS, chromium, opened
 from tests.server.conftest import Server, StartServer
 
@@ -29,9 +30,7 @@ DOCUMENTS = [
 ]  # fmt: skip
 
 
-ONE_OF_THE_VIEWS = pytest.mark.parametrize(
-    "view", [pytest.param(view, marks=() if view == "light" else pytest.mark.exhaustive) for view in VIEWS]
-)
+ONE_OF_THE_VIEWS = pytest.mark.parametrize("view", ["light", *exhaustive(*list(VIEWS)[1:])])
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +56,6 @@ def _fill(page: Page, query: str, documents: list[str]) -> None:
     ):
         page.fill("#documents", "\n".join(documents))
     expect(page.locator(".results > li")).to_have_count(len(documents))
-
-
-def _wait_until_ranked(page: Page, documents: list[str]) -> None:
-    expect(page.locator(".results > li")).to_have_count(len(documents))
-    expect(page.locator(".column.stale, .column.busy")).to_have_count(0)
 
 
 def _explained(server: Server, query: str, documents: list[Any], **options: Any) -> list[Any]:
@@ -120,8 +114,7 @@ def test_pointing_or_the_keyboard_shows_what_explain_says(page: Page, server: Se
             for match in results[0]["explanation"]["matches"]
             if match["query_span"] and start <= match["query_span"][0] < start + len(word)
         )
-        title = button.get_attribute("title")
-        assert title is not None
+        title = button.get_attribute("title") or ""
         assert float(title.split("%")[0]) == pytest.approx(share * 100, abs=0.06)
     scores = [float(score) for score in page.locator(".results strong").all_text_contents()]
     assert scores == pytest.approx([result["relevance_score"] for result in results], abs=1e-3)
@@ -152,13 +145,15 @@ def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Ser
         page.locator(".words button").nth(5).focus()
         page.get_by_text("Why this score").first.click()
         assert not watched.serious_findings()
-        width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-        assert width <= 0, "nothing stands outside"
         if folder := os.environ.get("MAXSIMD_SCREENSHOTS"):
             page.get_by_text("Why this score").first.click()
             page.locator(".words button").nth(5).focus()
             page.wait_for_timeout(300)
             page.screenshot(path=Path(folder) / f"playground-{view}.png")
+        page.fill("#query", "w" * 150)
+        expect(page.locator(".words button")).to_have_count(1)
+        page.evaluate("hold({ name: 'b'.repeat(120), documents: [] })")
+        assert page.evaluate(BEYOND_THE_WINDOW) <= 0
         page.get_by_role("tab", name="Live figures").click()
         page.wait_for_selector(".figure")
         assert not watched.serious_findings()
@@ -168,22 +163,33 @@ def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Ser
 def test_live_figures_are_those_of_the_metrics(page: Page, server: Server) -> None:
     page.get_by_role("tab", name="Live figures").click()
     page.wait_for_selector(".figure")
-    memory = page.locator(".figure", has_text="Memory").locator("b").text_content()
-    assert memory is not None
+    memory = page.locator(".figure", has_text="Memory").locator("b").text_content() or ""
     there = server.metric("process_resident_memory_bytes") / 2**20
     assert float(memory.replace(",", "")) == pytest.approx(there, rel=0.2)
     for _ in range(3):
         httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a new document"]})
     figure = page.locator(".figure", has_text="answered, on all routes").locator("b")
     expect(figure).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
+    page.evaluate("lastReading.at -= 60_000")
+    expect(page.locator("#live-status")).to_have_text("Measuring for two seconds")
+    page.get_by_role("tab", name="Rank").click()
+    page.evaluate("window.asked = 0; window.fetch = () => Promise.reject(++window.asked); 0")
+    page.evaluate("Promise.all([1, 2, 3].map(() => findModels()))")
+    page.wait_for_timeout(2500)
+    assert page.evaluate("window.asked") == 4, "one question is repeated, however often it was asked"
 
 
 FILES = {
     "a.txt": ("one\n\n two \n", ["one", "two"]),
-    "a.jsonl": ('"one"\n{"id": 7, "text": "two"}\n{"a": 1}\n', ["one", "two", '{"a":1}']),
+    "a.jsonl": (
+        '"a\\rb"\n{"id": 7, "text": "two"}\n{"a": 1}\n{"text": ""}\n',
+        ["a\rb", "two", '{"a":1}', ""],
+    ),
+    "b.jsonl": ('"one\\rline"\n" two"\n', ["one\rline", " two"]),
     "a.json": ('[{"content": "one"}, "two"]', ["one", "two"]),
     "a.csv": ('id,text\r\n1,"one, ""two"""\r\n2,"two\nlines"\r\n', ['one, "two"', "two\nlines"]),
     "a.tsv": ("title\tx\none\t1\n", ["one"]),
+    "b.tsv": ('id\ttext\n1\t"open\n2\t"too\n', ['"open', '"too']),
 }
 
 
@@ -199,17 +205,11 @@ def test_files_and_what_is_dropped_are_read(page: Page, server: Server, tmp_path
             page.set_input_files("#file", tmp_path / name)
         expect(page.locator(".results > li")).to_have_count(len(texts))
     for brought, texts in (
-        ('new File([\'{"text": "one"}\\n{"text": "two"}\\n\'], \'a.jsonl\')', ["one", "two"]),
-        ("'three\\n four \\n five\\n'", ["three", "four", "five"]),
+        ('items.add(new File([\'{"text": "one"}\\n{"text": "two"}\\n\'], \'a.jsonl\'))', ["one", "two"]),
+        ("setData('text/plain', 'three\\n four \\n five\\n')", ["three", "four", "five"]),
     ):
-        carried = page.evaluate_handle(
-            f"""() => {{
-                const carried = new DataTransfer(), brought = {brought};
-                if (typeof brought === "string") carried.setData("text/plain", brought);
-                else carried.items.add(brought);
-                return carried;
-            }}"""
-        )
+        make = f"() => {{ const made = new DataTransfer(); made.{brought}; return made; }}"
+        carried = page.evaluate_handle(make)
         page.dispatch_event("#documents", "dragover", {"dataTransfer": carried})
         expect(page.locator("#documents")).to_have_class(re.compile("over"))
         with asked_for(texts):
@@ -218,23 +218,25 @@ def test_files_and_what_is_dropped_are_read(page: Page, server: Server, tmp_path
 
 
 def test_what_is_wrong_is_said(browser: Browser, server: Server, tmp_path: Path) -> None:
-    bad = tmp_path / "a.json"
-    bad.write_text("{", encoding="utf-8")
+    bad = [tmp_path / name for name in ("a.json", "b.csv")]
+    for file in bad:
+        file.write_text('{ text,"', encoding="utf-8")
     with opened(browser, server.url + "/") as watched:
         page = watched.page
         page.set_input_files("#file", bad)
-        page.get_by_text("a.json cannot be read").wait_for()
+        page.get_by_text(re.compile("a.json cannot be read.*b.csv .*: a quote is never")).wait_for()
         page.fill("#documents", "")
         page.get_by_text("Type a query and some documents").wait_for()
         page.fill("#documents", "\n".join(["d"] * 501))
         page.click("#go")
         page.get_by_text(re.compile("at most 500")).wait_for()
+        page.evaluate("const file = new File([], 'a', { type: 'image/png' }); take([file]), take([file])")
+        expect(page.locator("#pictures img")).to_have_count(2)
 
 
 def test_it_can_be_taken_to_a_shell_and_to_python(page: Page, server: Server, tmp_path: Path) -> None:
     documents = ['it\'s a "test" of quotes', "Käse 🎉", "nothing $HOME `date` \\n"]
-    origin = server.url
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
     _fill(page, "it's", documents)
     expected = [result["index"] for result in _explained(server, "it's", documents)]
     page.click("#curl")
@@ -266,13 +268,16 @@ def test_it_tells_of_waiting_and_failing(page: Page, server: Server) -> None:
     page.evaluate(
         """() => {
             const [send, body] = [window.fetch, JSON.stringify({ error: { message: "too many wait" } })];
-            const refusal = () => new Response(body, { status: 429, headers: { "retry-after": "50" } });
+            const [answers, headers] = [[[body, 429], ["<p>a proxy's page", 503]], { "retry-after": "50" }];
+            const refusal = ([text, status] = answers.pop()) => new Response(text, { status, headers });
             window.fetch = async (url, ...rest) =>
                 window.mends || !String(url).endsWith("rerank") ? send(url, ...rest) : refusal();
         }"""
     )
     page.click("#go")
     problem = page.get_by_role("alert")
+    expect(problem).to_contain_text(re.compile(r"The server is not ready.*Next try in \d+ s"))
+    problem.get_by_role("button", name="Try now").click()
     expect(problem).to_contain_text(re.compile(r"The server is busy.*too many wait.*Next try in \d+ s"))
     page.evaluate("window.mends = true")
     problem.get_by_role("button", name="Try now").click()
@@ -283,6 +288,7 @@ def test_it_tells_of_waiting_and_failing(page: Page, server: Server) -> None:
     assert all(0 <= float(score) <= 1 for score in scores)
 
 
+BEYOND_THE_WINDOW = "document.documentElement.scrollWidth - window.innerWidth"
 TABLE = 'id,title,text\na1,"<img src=x onerror=alert(1)>",Open a file\na2,,"=1+1, a sum"\n'
 
 
@@ -290,19 +296,19 @@ def test_a_ranking_can_be_shared_and_downloaded(page: Page, server: Server, tmp_
     page.fill("#key", "secret")
     for pasted, told in (
         ('{"_id": 7, "text": "Open a file"}\n"b"', "2 documents from JSON lines"),
+        ('{"a": 1}\n\n\nb', "2 documents. Line 4 is not JSON, so each line is read as text."),
         (TABLE, "2 documents from CSV"),
     ):
         page.fill("#documents", pasted)
         expect(page.locator("#count")).to_have_text(told)
-    _wait_until_ranked(page, ["<img src=x onerror=alert(1)> Open a file", "=1+1, a sum"])
+    expect(page.locator(".results > li")).to_have_count(2)
+    expect(page.locator(".column.stale, .column.busy")).to_have_count(0)
     assert "".join(page.locator(".results .title").all_text_contents()) == "<img src=x onerror=alert(1)>"
     with page.expect_download() as download:
         page.click("#csv")
     rows = [*csv.DictReader(download.value.path().open(encoding="utf-8"))]
-    assert [(row["rank"], row["id"], row["text"]) for row in rows] == [
-        ("1", "a1", "Open a file"),
-        ("2", "a2", "'=1+1, a sum"),
-    ]
+    ranked = [("1", "a1", "Open a file"), ("2", "a2", "'=1+1, a sum")]
+    assert [(row["rank"], row["id"], row["text"]) for row in rows] == ranked
     page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
     page.click("#link")
     page.get_by_text("Copied the link").wait_for()
@@ -318,7 +324,7 @@ def test_a_ranking_can_be_shared_and_downloaded(page: Page, server: Server, tmp_
     page.get_by_text("Nothing has been sent yet").wait_for()
     page.get_by_text("reads 256 tokens").wait_for()
     assert page.input_value("#documents") == TABLE
-    assert page.input_value("#key") == ""
+    assert (page.input_value("#key"), page.evaluate("sessionStorage.length")) == ("", 1)
     assert not [url for url in asked if url.endswith("/rerank")]
     page.click("#go")
     expect(page.locator(".results > li")).to_have_count(2)
@@ -329,7 +335,10 @@ def test_a_ranking_can_be_shared_and_downloaded(page: Page, server: Server, tmp_
 def test_the_heat_map_has_the_matches_of_explain(page: Page, server: Server) -> None:
     _fill(page, QUERY, DOCUMENTS)
     (best, *_) = _explained(server, QUERY, DOCUMENTS)
-    page.get_by_role("button", name="Heat map").first.click()
+    page.select_option("#long", "truncate")
+    expect(page.locator(".column.stale, .column.busy")).to_have_count(0)
+    with page.expect_request(lambda sent: (sent.post_data_json or {}).get("long_documents") == "truncate"):
+        page.get_by_role("button", name="Heat map").first.click()
     page.locator("#map-canvas").wait_for()
     page.check("#markers")
     page.uncheck("#merge")
@@ -363,9 +372,8 @@ def test_two_models_are_compared(
         page.select_option("#rival", "pairs")
         page.get_by_text("Kendall's tau:").wait_for()
         for name in ("late", "pairs"):
-            expect(page.get_by_role("region", name=name, exact=True).locator(".results > li")).to_have_count(
-                6
-            )
+            column = page.get_by_role("region", name=name, exact=True)
+            expect(column.locator(".results > li")).to_have_count(6)
         assert not watched.serious_findings()
         watched.check(server.url)
 
@@ -375,20 +383,30 @@ def server_with_key(module_starter: StartServer, bert_cross_encoder: str) -> Ser
     return module_starter(bert_cross_encoder, "--api-key", "secret")
 
 
-def test_a_key_is_asked_for(browser: Browser, server_with_key: Server) -> None:
+def test_a_key_is_asked_for_and_kept_in_memory(browser: Browser, server_with_key: Server) -> None:
     server = server_with_key
     assert httpx.get(server.url + "/").status_code == 200
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 401
-    with opened(browser, server.url + "/") as watched:
+    with opened(browser, server.url.replace("//", "//user:password@") + "/") as watched:
         page = watched.page
         page.get_by_role("alert").get_by_text("This server asks for a key").wait_for()
+        page.fill("#key", "secret\u200b")
+        page.locator("#key").blur()
+        page.get_by_role("alert").get_by_text("not ASCII").wait_for()
         page.fill("#key", "secret")
         page.locator("#key").blur()
-        page.wait_for_selector(".results > li")
-        assert page.locator(".results > li").count() == 6
-        page.click("#curl")
+        expect(page.locator(".results > li")).to_have_count(6)
         watched.page.get_by_role("tab", name="Live figures").click()
         page.wait_for_selector(".figure")
+    with opened(browser, server.url.replace("//", "//user:password@") + "/docs#/score") as watched:
+        page = watched.page
+        page.get_by_text("This server asks for an API key").wait_for()
+        page.get_by_label("API key").fill("secret")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Try it out").click()
+        page.get_by_role("button", name="Execute").click()
+        expect(page.locator(".live-responses-table")).to_contain_text('"score_scale"')
+        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
 
 
 def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_server: Server) -> None:
@@ -400,8 +418,7 @@ def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_
         watched.page.fill("#documents", long)
         expect(watched.page.locator(".results > li")).to_have_count(1)
         expect(watched.page.locator(".results .facts")).to_contain_text("truncated")
-        unread = watched.page.locator(".results .unread").text_content()
-        assert unread is not None
+        unread = watched.page.locator(".results .unread").text_content() or ""
         assert 0 < len(unread) < len(long)
         watched.page.select_option("#long", "window")
         expect(watched.page.locator(".results .border")).not_to_have_count(0)
@@ -466,24 +483,14 @@ def test_the_reference_opens_a_route_and_tries_it(browser: Browser, server: Serv
         route.get_by_role("tab", name="Schema").first.click()
         route.get_by_text("Number of results. Default: all.").wait_for()
         assert not watched.serious_findings()
-        width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
-        assert width <= 0, "nothing stands outside"
+        assert page.evaluate(BEYOND_THE_WINDOW) <= 0
         page.get_by_role("button", name="Try it out").click()
         page.get_by_role("button", name="Execute").click()
         expect(page.locator(".live-responses-table")).to_contain_text('"relevance_score"')
         assert not watched.serious_findings()
         page.get_by_placeholder("Filter").fill("/v2/rerank")
         expect(page.locator(".opblock")).to_have_count(1)
+        page.goto(server.url + "/docs#toString")
+        page.reload()
+        expect(page.locator(".opblock")).to_have_count(sum(map(len, paths.values())))
         watched.check(server.url)
-
-
-def test_the_reference_keeps_the_key_in_memory(browser: Browser, server_with_key: Server) -> None:
-    with opened(browser, server_with_key.url + "/docs#/score") as watched:
-        page = watched.page
-        page.get_by_text("This server asks for an API key").wait_for()
-        page.get_by_label("API key").fill("secret")
-        page.keyboard.press("Enter")
-        page.get_by_role("button", name="Try it out").click()
-        page.get_by_role("button", name="Execute").click()
-        expect(page.locator(".live-responses-table")).to_contain_text('"score_scale"')
-        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]

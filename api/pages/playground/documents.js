@@ -17,28 +17,38 @@ function documentOf(value) {
   const title = isText("title") ? value.title : undefined;
   const known = { ...(id === undefined ? {} : { id: String(id) }), ...(name && title ? { title } : {}) };
   if (!name && !title && isText("image") && value.image.startsWith("data:image/")) return { ...known, image: value.image };
-  return { ...known, text: name ? value[name] : title ?? JSON.stringify(value) };
+  const isEmpty = [...TEXT_FIELDS, "title"].some((field) => value[field] === "");
+  return { ...known, text: name ? value[name] : title ?? (isEmpty ? "" : JSON.stringify(value)) };
 }
 
-function parseTable(text, separator) {
+// Rows of cells, or null where a quote is never closed. In TSV, whose texts may hold quotes, the closing quote also
+// has to end its cell.
+function parseTable(text, separator, hasQuotes = true) {
   const rows = [[]];
-  let cell = "", quoted = false;
+  let cell = "", quoted = false, closed = false;
   for (let i = 0; i < text.length; i++) {
     const c = text[i];
     if (quoted) {
       if (c === '"' && text[i + 1] === '"') { cell += '"'; i++; }
-      else if (c === '"') quoted = false;
+      else if (c === '"') { quoted = false; closed = true; }
       else cell += c;
-    } else if (c === '"' && cell === "") quoted = true;
-    else if (c === separator) { rows.at(-1).push(cell); cell = ""; }
-    else if (c === "\n" || c === "\r") {
+    } else if (c === separator || c === "\n" || c === "\r") {
       if (c === "\r" && text[i + 1] === "\n") i++;
-      rows.at(-1).push(cell); cell = ""; rows.push([]);
-    } else cell += c;
+      rows.at(-1).push(cell);
+      cell = "";
+      closed = false;
+      if (c !== separator) rows.push([]);
+    } else if (closed && separator === "\t") return null;
+    else if (c === '"' && cell === "" && hasQuotes) quoted = true;
+    else cell += c;
   }
+  if (quoted) return null;
   rows.at(-1).push(cell);
   return rows.filter((row) => row.some((each) => each.trim()));
 }
+
+// Where quotes in TSV do not enclose cells, they are part of the texts, as in MS MARCO.
+const tableOf = (text, separator) => parseTable(text, separator) ?? (separator === "\t" ? parseTable(text, separator, false) : null);
 
 const headerOf = (row) => row.map((name) => name.trim().toLowerCase());
 const namesText = (names) => [...TEXT_FIELDS, "title"].some((field) => names.includes(field));
@@ -81,13 +91,16 @@ function documentsOfText(text) {
       return { format: "JSON lines", documents: values.map(({ value }) => documentOf(value)) };
     }
     if (bad > 0 && isRecord(values[0]?.value)) {
-      return { problem: `Line ${bad + 1} is not JSON, so each line is read as text.`, documents: lines.map(documentOf) };
+      const number = text.split(/\r?\n/).findIndex((line) => line.trim() === lines[bad]) + 1;
+      return { problem: `Line ${number} is not JSON, so each line is read as text.`, documents: lines.map(documentOf) };
     }
   }
   for (const [separator, format] of [[",", "CSV"], ["\t", "TSV"]]) {
-    const [first] = lines.slice(0, 1).flatMap((line) => parseTable(line, separator));
+    const [first] = parseTable(lines[0] ?? "", separator) ?? [];
     if (lines.length > 1 && first?.length > 1 && namesText(headerOf(first))) {
-      return { format, documents: documentsOfTable(parseTable(text, separator)) };
+      const rows = tableOf(text, separator);
+      if (rows) return { format, documents: documentsOfTable(rows) };
+      return { problem: "A quote is never closed, so each line is read as text.", documents: lines.map(documentOf) };
     }
   }
   return { documents: lines.map(documentOf) };
@@ -96,7 +109,11 @@ function documentsOfText(text) {
 // A file's documents, by its name's ending.
 function documentsOfFile(name, text) {
   const ending = name.toLowerCase().split(".").pop();
-  if (ending === "csv" || ending === "tsv") return documentsOfTable(parseTable(text, ending === "csv" ? "," : "\t"));
+  if (ending === "csv" || ending === "tsv") {
+    const rows = tableOf(text, ending === "csv" ? "," : "\t");
+    if (!rows) throw new Error("a quote is never closed");
+    return documentsOfTable(rows);
+  }
   const lines = text.split(/\r?\n/).map((line) => line.trim()).filter(Boolean);
   if (ending === "json") {
     const value = JSON.parse(text);
@@ -108,10 +125,12 @@ function documentsOfFile(name, text) {
 
 // Text that the text field reads as these documents.
 function textOfDocuments(documents) {
-  const isPlain = (one) => Object.keys(one).length === 1 && "text" in one && !one.text.includes("\n");
+  const isPlain = (one) => Object.keys(one).length === 1 && "text" in one && !/[\r\n]/.test(one.text);
   const lines = documents.map((one) => one.text).join("\n");
-  const again = documents.every(isPlain) ? documentsOfText(lines) : null;
-  if (again && !again.format && again.documents.length === documents.length) return lines;
+  const again = documents.every(isPlain) ? documentsOfText(lines) : { format: "other" };
+  const isSame = !again.format && again.documents.length === documents.length &&
+    again.documents.every((one, i) => one.text === documents[i].text);
+  if (isSame) return lines;
   return documents.map((one) => JSON.stringify(one)).join("\n");
 }
 

@@ -33,7 +33,10 @@ async function openMap(column, result) {
   drawMap();
   $("map").showModal();
   try {
-    const body = { queries: [asked.query], documents: [text], explain: "maps", ...(model === null ? {} : { model }) };
+    const body = {
+      queries: [asked.query], documents: [text], explain: "maps",
+      ...(model === null ? {} : { model }), ...(asked.long_documents && !passage ? { long_documents: asked.long_documents } : {}),
+    };
     const { matches, similarities, document_tokens } = (await request("score", body)).found.data[0].explanation;
     if (opened !== map.opened) return;
     if (similarities.length * document_tokens.length > MOST_CELLS) throw new Problem("This document is too long for a heat map");

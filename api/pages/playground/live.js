@@ -3,6 +3,7 @@
 const HISTORY = 60; // readings, one every two seconds
 const readings = new Map();
 let lastReading = null;
+let isReading = false;
 
 function parseMetrics(text) {
   const values = [];
@@ -27,7 +28,7 @@ function quantile(now, then, name, q) {
   }
   const ordered = [...buckets].map(([le, count]) => [le === "+Inf" ? Infinity : Number(le), count]).sort((a, b) => a[0] - b[0]);
   const total = ordered.at(-1)?.[1] ?? 0;
-  if (!total) return null;
+  if (total <= 0) return null;
   let [low, passed] = [0, 0];
   for (const [le, count] of ordered) {
     if (count >= q * total) {
@@ -60,21 +61,30 @@ function figuresOf(now, then, seconds) {
   ];
 }
 
+// Starts anew after a pause, as while another tab was shown, and where a server has started again at zero.
 async function readMetrics() {
-  if ($("view-live").hidden || document.hidden) return;
+  if (isReading || $("view-live").hidden || document.hidden) return;
+  if (lastReading && performance.now() - lastReading.at < 1000) return;
+  isReading = true;
   try {
-    const answer = await fetch(address("metrics"), { headers: headers() });
+    const answer = await fetch(address("metrics"), { headers: headers(), signal: AbortSignal.timeout(10_000) });
     if (!answer.ok) throw problemOf(answer, null);
     const now = { values: parseMetrics(await answer.text()), at: performance.now() };
-    if (lastReading) {
-      const figures = figuresOf(now.values, lastReading.values, Math.max(0.1, (now.at - lastReading.at) / 1000));
+    const requests = (reading) => sum(reading.values, "maxsimd_http_requests_total");
+    if (lastReading && now.at - lastReading.at < 15_000 && requests(now) >= requests(lastReading)) {
+      const figures = figuresOf(now.values, lastReading.values, (now.at - lastReading.at) / 1000);
       $("figures").replaceChildren(...figures.map((figure) => figureOf(...figure)));
-    } else $("live-status").textContent = "Measuring for two seconds";
-    if (lastReading) $("live-status").textContent = "";
+      $("live-status").textContent = "";
+    } else {
+      readings.clear();
+      $("live-status").textContent = "Measuring for two seconds";
+    }
     lastReading = now;
   } catch (error) {
     const told = error instanceof Problem ? [error.message, error.detail].filter(Boolean).join(". ") : "The server does not answer";
     $("live-status").textContent = told;
+  } finally {
+    isReading = false;
   }
 }
 

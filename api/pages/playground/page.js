@@ -20,6 +20,8 @@ let held = null; // {name, documents} of a file that is too long for the text fi
 let pictures = []; // documents
 let isFromLink = false; // then nothing is sent until the user asks for it
 let timer = 0;
+let modelsAsked = 0; // how often: only the last answer counts
+let modelsTimer = 0;
 
 // ---- documents
 
@@ -57,23 +59,26 @@ function setDocuments(name, documents) {
 }
 
 async function take(files) {
-  $("unread").textContent = "";
-  const texts = [];
+  const problems = [];
+  let texts = [], name = "";
   for (const file of files) {
     try {
       if (file.type.startsWith("image/")) {
-        setPictures([...pictures, { id: file.name, image: await dataUrlOf(file) }]);
+        const image = await dataUrlOf(file); // others may be added or removed meanwhile
+        setPictures([...pictures, { id: file.name, image }]);
         continue;
       }
       const documents = documentsOfFile(file.name, await file.text());
       if (!documents.length) throw new Error("it has no text");
-      texts.push(...documents);
+      texts = texts.concat(documents);
+      name ||= file.name;
     } catch (error) {
-      // Not in a column's status: the answer to an earlier request would replace it there.
-      $("unread").textContent = `${file.name} cannot be read: ${error.message}`;
+      problems.push(`${file.name} cannot be read: ${error.message}`);
     }
   }
-  if (texts.length) setDocuments(files[0].name, texts);
+  // Not in a column's status: the answer to an earlier request would replace it there.
+  $("unread").textContent = problems.join("; ");
+  if (texts.length) setDocuments(name, texts);
   // Pictures in place of the example, not beside it.
   else if (pictures.length && $("documents").value === EXAMPLE.documents) $("documents").value = "";
   changed();
@@ -83,16 +88,20 @@ async function take(files) {
 
 // With `again`, the documents are only ranked again if other models can rank them.
 async function findModels({ again = false } = {}) {
+  const asked = ++modelsAsked;
+  clearTimeout(modelsTimer);
   try {
     const { found } = await request("v1/models");
+    if (asked !== modelsAsked) return;
     const before = columns.map((column) => column.model).join();
     cards = found.data;
     showModels();
-    if (cards.some((card) => card.state === "loading")) setTimeout(() => findModels({ again: true }), 2000);
+    if (cards.some((card) => card.state === "loading")) modelsTimer = setTimeout(() => findModels({ again: true }), 2000);
     if (!again || before !== columns.map((column) => column.model).join()) changed();
   } catch (error) {
+    if (asked !== modelsAsked) return;
     $("model").textContent = error.retryAfter ? error.message : "";
-    if (error.retryAfter) setTimeout(findModels, 2000);
+    if (error.retryAfter) modelsTimer = setTimeout(findModels, 2000);
     else columns[0].showProblem(error);
   }
 }
@@ -166,7 +175,6 @@ function changed() {
     column.setStale(true);
   }
   arranged();
-  keep();
   clearTimeout(timer);
   if (!isLong && !isFromLink) timer = setTimeout(ask, 250);
 }
@@ -247,6 +255,9 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
   });
 }
 window.addEventListener("hashchange", () => { if (openLink()) changed(); });
+// Not with each letter: files may be large.
+window.addEventListener("pagehide", keep);
+document.addEventListener("visibilitychange", keep);
 prepareMap();
 arrangeColumns();
 if (!openLink() && !openKept()) restore(EXAMPLE);

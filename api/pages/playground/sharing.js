@@ -91,9 +91,10 @@ function bodyOfCode() {
 }
 
 function asCurl() {
-  const json = JSON.stringify(bodyOfCode(), null, 1).replaceAll("'", "'\\''");
+  const quoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
   const key = $("key").value ? " \\\n  -H 'Authorization: Bearer YOUR_KEY'" : "";
-  return `curl ${address("rerank")} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${json}'\n`;
+  const json = JSON.stringify(bodyOfCode(), null, 1);
+  return `curl ${quoted(address("rerank"))} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d ${quoted(json)}\n`;
 }
 
 function asPython() {
