@@ -183,12 +183,11 @@ def _shown(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 async def resident_megabytes(session: "aiohttp.ClientSession") -> int | None:
-    """The server's resident memory; None if its metrics lack it."""
+    """The resident memory of the server's processes; None if its metrics lack it."""
     async with session.get("/metrics") as response:
-        for line in (await response.text()).splitlines():
-            if line.startswith("process_resident_memory_bytes"):
-                return round(float(line.split()[1]) / 1e6)
-    return None
+        lines = (await response.text()).splitlines()
+    found = [float(line.split()[-1]) for line in lines if line.startswith("process_resident_memory_bytes")]
+    return round(sum(found) / 1e6) if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Runs a benchmark and reports its figures: printed, as JSON, and as a folder with Markdown."""
 
 import json
+import os
 import platform
 import signal
 import statistics
@@ -123,7 +124,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 def write_json(path: str, content: Figures) -> None:
     """Writes figures to a file, with the machine that they belong to."""
-    text = json.dumps({"machine": machine()} | content, indent=2, default=str)
+    text = json.dumps({"machine": machine()} | content, indent=2, default=os.fspath)
     Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -469,6 +469,8 @@ def read_run(path: str) -> Run:
             found.setdefault(query, {})[document] = float(score)
         except ValueError:
             raise ValueError(f"{path}, line {number}: this is no line of a run") from None
+    if not found:
+        raise ValueError(f"{path} holds no run: it is empty")
     return found
 
 

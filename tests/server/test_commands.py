@@ -249,6 +249,7 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
     (tmp_path / "spaced.tsv").write_text("a b\ttext", "utf-8")
     spaced = evaluated("--documents", str(tmp_path / "spaced.tsv"), "--run", str(run_file))
     assert "--run cannot hold the id 'a b'" in spaced.stderr
+    assert "holds no run" in evaluated("--baseline", os.devnull).stderr
     told = {"nope": "no such", "P@0": "at least 1", "RBP@10": "Unsupported", "INSQ": "invalid param"}
     for name, reason in told.items():
         refused = evaluated("--measure", name).stderr

@@ -58,10 +58,9 @@ def _fill(page: Page, query: str, documents: list[str]) -> None:
     expect(page.locator(".results > li")).to_have_count(len(documents))
 
 
-def _explained(server: Server, query: str, documents: list[Any], **options: Any) -> list[Any]:
-    asked = {"query": query, "documents": documents, "explain": True} | options
-    results: list[Any] = httpx.post(server.url + "/rerank", json=asked).raise_for_status().json()["results"]
-    return results
+def _explained(server: Server, query: str, documents: list[Any]) -> list[Any]:
+    asked = {"query": query, "documents": documents, "explain": True}
+    return list(httpx.post(server.url + "/rerank", json=asked).raise_for_status().json()["results"])
 
 
 def _shown(page: Page) -> list[Any]:
