@@ -256,7 +256,7 @@ class FleetView(Protocol):
 
     @property
     def secret(self) -> bytes:
-        """What the fronts alone know."""
+        """The secret that only this server's fronts know."""
 
     async def metrics(self, own: bytes) -> bytes:
         """Extends this process's page of /metrics to the whole server's."""

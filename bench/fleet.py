@@ -2,32 +2,20 @@
 retries them; queues with a cache serve them. Times are a model's: they compare one fleet with another."""
 
 import heapq
+import itertools
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet import (
-    Attempts,
-    Cell,
-    FleetError,
-    Member,
-    Planner,
-    Reach,
-    RetryBudget,
-    Send,
-    Split,
-    cells_of,
-    reach_of,
-)
+from maxsimd.scheduler import fleet as fleets
 
 # The seconds of a part, of each token that is encoded, and of each document that is compared: a small model
 # on a few cores. `maxsimd bench fleet-overhead` measures 4 ms for a request with one cached document, and 27
@@ -50,7 +38,7 @@ class SimulatedEngine:
     """One member's engine, which serves one part after another. Its cache has room for `capacity` documents,
     least recently used evicted first. All takes `slowness` times as long."""
 
-    member: Member
+    member: fleets.Member
     capacity: int
     slowness: float = 1.0
     worked: float = 0.0
@@ -112,39 +100,27 @@ class FleetShape:
     seed: int = 0
 
 
-class _Front(Planner):
+class _Front(fleets.Planner):
     """A front, whose requests go to lighter cells or to any."""
 
     def __init__(self, routing: Routing) -> None:
         super().__init__()
-        self.budget = RetryBudget(spare=_SPARE_TRIES)
+        self.budget = fleets.RetryBudget(spare=_SPARE_TRIES)
         self._routing = routing
 
-    def load(self, cell: Cell) -> float:
+    def load(self, cell: fleets.Cell) -> float:
         return 0.0 if self._routing is Routing.RANDOM else super().load(cell)
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request under way: its documents' numbers [N], digests [N] and tokens [N]."""
+    """A request under way, with the numbers of its documents [N]."""
 
     front: _Front
-    reach: Reach
+    reach: fleets.Reach
     drawn: NDArray[np.intp]
-    digests: NDArray[np.uint64]
-    tokens: NDArray[np.int64]
-    attempts: Attempts
+    attempts: fleets.Attempts
     begun: float
-
-
-@dataclass(slots=True)
-class _Counts:
-    latencies: list[float] = field(default_factory=list)
-    parts: int = 0
-    hits: int = 0
-    answered: int = 0
-    tried_again: int = 0
-    failed: int = 0
 
 
 class _Fleet:
@@ -152,7 +128,7 @@ class _Fleet:
 
     def __init__(self, shape: FleetShape) -> None:
         self._shape = shape
-        members = [Member(slot, f"m{slot}", "f") for slot in range(shape.members)]
+        members = [fleets.Member(slot, f"m{slot}", "f") for slot in range(shape.members)]
         self._engines = {member.name: SimulatedEngine(member, shape.cache) for member in members}
         self._fronts = [_Front(shape.routing) for _ in range(shape.fronts)]
         self._random = random.Random(shape.seed)
@@ -163,40 +139,34 @@ class _Fleet:
         shares = np.arange(1, shape.collection + 1) ** -shape.zipf
         self._bounds = np.cumsum(shares / shares.sum())
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._under_way: dict[int, tuple[_Request, Send]] = {}
-        self._numbered = self._sent = 0
-        self._now = 0.0
-        self._counts = _Counts()
+        self._under_way: dict[int, tuple[_Request, fleets.Send]] = {}
+        self._numbers = itertools.count()
+        self.now = 0.0  # seconds since the fleet's beginning
+        self._latencies, self._counts = list[float](), Counter[str]()
         self._arrange(members)
-
-    @property
-    def now(self) -> float:
-        """Seconds since the fleet's beginning."""
-        return self._now
 
     def run(self, requests: int, mean_gap: float) -> dict[str, float]:
         """Requests that come at random, `mean_gap` seconds apart on average, until all are answered."""
-        begun, self._counts = self._now, _Counts()
+        begun, self._latencies, self._counts = self.now, [], Counter()
         worked = {name: engine.worked for name, engine in self._engines.items()}
         for _ in range(requests):
-            arrival = self._now + self._random.expovariate(1 / mean_gap)
-            self._until(arrival)
+            self._until(self.now + self._random.expovariate(1 / mean_gap))
             self._begin()
-        seconds = self._now - begun
+        seconds = self.now - begun
         self._until(None)
         work = np.array([engine.worked - worked.get(name, 0.0) for name, engine in self._engines.items()])
         counts = self._counts
         return {
-            "p50_ms": float(np.percentile(counts.latencies, 50)) * 1e3,
-            "p99_ms": float(np.percentile(counts.latencies, 99)) * 1e3,
+            "p50_ms": float(np.percentile(self._latencies, 50)) * 1e3,
+            "p99_ms": float(np.percentile(self._latencies, 99)) * 1e3,
             "max_over_mean_load": float(work.max() / work.mean()),
             "busy": float(work.sum() / len(self._members) / seconds),
-            "hits": counts.hits / counts.answered,
-            "parts_a_request": counts.parts / requests,
+            "hits": counts["hits"] / counts["answered"],
+            "parts_a_request": counts["parts"] / requests,
             "requests_per_s_an_engine": requests / seconds / len(self._members),
             "seconds_of_work_a_request": float(work.sum() / requests),
-            "tried_again": counts.tried_again,
-            "failed": counts.failed,
+            "tried_again": counts["tried_again"],
+            "failed": counts["failed"],
         }
 
     def slow_down(self, slowness: float) -> None:
@@ -206,27 +176,26 @@ class _Fleet:
     def schedule_death(self, at: float, replaced_at: float) -> None:
         """The first member dies, and another one takes its slot."""
         self._at(at, self._kill)
-        newer = Member(0, "newer", "f")
+        newer = fleets.Member(0, "newer", "f")
         self._engines[newer.name] = SimulatedEngine(newer, self._shape.cache)
         self._at(replaced_at, lambda: self._arrange([newer, *self._members]))
 
-    def _arrange(self, members: Sequence[Member]) -> None:
+    def _arrange(self, members: Sequence[fleets.Member]) -> None:
         shape = self._shape
         is_whole = shape.routing in (Routing.LIGHTER_OF_TWO, Routing.RANDOM)
         self._members = tuple(members)
-        self._cells = cells_of(self._members, 1 if is_whole else shape.cell_size)
+        self._cells = fleets.cells_of(self._members, 1 if is_whole else shape.cell_size)
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
-        self._numbered += 1
-        heapq.heappush(self._events, (when, self._numbered, event))
+        heapq.heappush(self._events, (when, next(self._numbers), event))
 
     def _until(self, when: float | None) -> None:
         """Runs the events up to a time, or all."""
         while self._events and (when is None or self._events[0][0] <= when):
-            self._now, _, event = heapq.heappop(self._events)
+            self.now, _, event = heapq.heappop(self._events)
             event()
         if when is not None:
-            self._now = when
+            self.now = when
 
     def _begin(self) -> None:
         """A request arrives, and is planned."""
@@ -234,37 +203,38 @@ class _Fleet:
         draw = self._random.getrandbits(64)
         drawn = np.searchsorted(self._bounds, self._generator.random(self._shape.documents))
         digests, tokens = self._digests[drawn], self._tokens[drawn]
-        split = Split.BY_OWNER if self._shape.routing is Routing.BY_OWNER else Split.BY_TOKENS
-        reach, parts = front.plan(self._cells, digests, tokens, split, _STEP_TOKENS, self._now, draw)
-        self._counts.parts += len(parts)
-        attempts = Attempts(parts, front.budget)
-        request = _Request(front, reach, drawn, digests, tokens, attempts, self._now)
+        split = fleets.Split.BY_OWNER if self._shape.routing is Routing.BY_OWNER else fleets.Split.BY_TOKENS
+        reach, parts = front.plan(self._cells, digests, tokens, split, _STEP_TOKENS, self.now, draw)
+        self._counts["parts"] += len(parts)
+        attempts = fleets.Attempts(parts, front.budget)
+        request = _Request(front, reach, drawn, attempts, self.now)
         for send in attempts.begin():
             self._send(request, send)
 
-    def _send(self, request: _Request, send: Send) -> None:
-        engine, indices = self._engines[send.member.name], send.part.indices
-        documents = zip(request.drawn[indices].tolist(), request.tokens[indices].tolist(), strict=True)
-        done, hits = engine.serve(self._now + _HOP, documents)
+    def _send(self, request: _Request, send: fleets.Send) -> None:
+        drawn = request.drawn[send.part.indices]
+        documents = zip(drawn.tolist(), self._tokens[drawn].tolist(), strict=True)
+        done, hits = self._engines[send.member.name].serve(self.now + _HOP, documents)
         request.front.loads.sent(send.member, send.part.weight)
-        self._sent += 1
-        self._under_way[self._sent] = request, send
-        self._at(done + _HOP, partial(self._answered, self._sent, hits))
+        number = next(self._numbers)
+        self._under_way[number] = request, send
+        self._at(done + _HOP, partial(self._answered, number, hits))
 
     def _answered(self, number: int, hits: int) -> None:
         found = self._under_way.pop(number, None)
         if found is None:
             return  # its member died before
         request, send = found
-        queued = self._engines[send.member.name].queued_tokens(self._now)
+        queued = self._engines[send.member.name].queued_tokens(self.now)
         request.front.loads.answered(send.member, send.part.weight, queued)
         if not request.attempts.answered(send.attempt):
             return  # its request has failed
-        self._counts.hits += hits
-        self._counts.answered += len(send.part.indices)
-        request.front.seen.remember(request.reach, request.digests[send.part.indices].tolist(), send.member)
+        self._counts["hits"] += hits
+        self._counts["answered"] += len(send.part.indices)
+        digests = self._digests[request.drawn[send.part.indices]]
+        request.front.seen.remember(request.reach, digests.tolist(), send.member)
         if request.attempts.is_over:
-            self._counts.latencies.append(self._now - request.begun)
+            self._latencies.append(self.now - request.begun)
 
     def _kill(self) -> None:
         """Retries elsewhere what waits at the first member."""
@@ -277,10 +247,10 @@ class _Fleet:
             request.front.loads.forget_others(self._members)
             try:
                 sends = request.attempts.lost(send.attempt, self._members)
-            except FleetError:
-                self._counts.failed += 1
+            except fleets.FleetError:
+                self._counts["failed"] += 1
                 continue
-            self._counts.tried_again += len(sends)
+            self._counts["tried_again"] += len(sends)
             for again in sends:
                 self._send(request, again)
 
@@ -364,7 +334,7 @@ def compare_moves(members: Sequence[int], cell_size: int) -> dict[str, dict[str,
 def moves_times_members(members: int, cell_size: int) -> dict[str, float]:
     """By change, the share of all requests' documents that move, times the larger number of members: 1 if as
     many move as the one that comes or goes has on average."""
-    fleet, newer = _fleet(members), Member(0, "newer", "f")
+    fleet, newer = _fleet(members), fleets.Member(0, "newer", "f")
     changes = {"one more comes": _fleet(members + 1), "one dies, another takes its slot": (newer, *fleet[1:])}
     if members > 1:
         changes |= {"the last goes": fleet[:-1], "the first goes, its slot stays free": fleet[1:]}
@@ -377,14 +347,16 @@ def moves_times_members(members: int, cell_size: int) -> dict[str, float]:
 def moves_of_growth(members: int, cell_size: int) -> list[float]:
     """The same for each step from one member to two, three, and on to `members`, and prints a summary."""
     fleets = [_fleet(count) for count in range(1, members + 1)]
-    steps = [round(moved(before, after, cell_size) * len(after), 3) for before, after in pairwise(fleets)]
+    steps = [
+        round(moved(before, after, cell_size) * len(after), 3) for before, after in itertools.pairwise(fleets)
+    ]
     mean, most = sum(steps) / len(steps), max(steps)
     shown = f"{mean:.2f} / engines a step, at most {most:.2f}"
     click.echo(f"  from 1 engine to {members}, one by one: {shown}")
     return steps
 
 
-def moved(before: tuple[Member, ...], after: tuple[Member, ...], cell_size: int) -> float:
+def moved(before: tuple[fleets.Member, ...], after: tuple[fleets.Member, ...], cell_size: int) -> float:
     """The share of all requests' documents whose member after the change did not own them before, for any
     request: they are encoded again. Full caches and members that have documents by chance do not count.
 
@@ -405,8 +377,10 @@ class _Owners:
     """Documents [N] and their members: by a cell's number the names of their `owners` there, and whether
     their slot has a member."""
 
-    def __init__(self, members: tuple[Member, ...], cell_size: int, digests: NDArray[np.uint64]) -> None:
-        self.cells = cells_of(members, cell_size)
+    def __init__(
+        self, members: tuple[fleets.Member, ...], cell_size: int, digests: NDArray[np.uint64]
+    ) -> None:
+        self.cells = fleets.cells_of(members, cell_size)
         self.owners = {
             cell.number: np.array([member.name for member in cell.members])[cell.ranked(digests)[:, 0]]
             for cell in self.cells
@@ -431,7 +405,7 @@ class _Owners:
     def draw(self, draw: int) -> tuple[int, int]:
         """The numbers of a request's first cell, and of the cell for documents without a member there. Counts
         the request as work of its members."""
-        reach = reach_of(self.cells, self._load, draw)
+        reach = fleets.reach_of(self.cells, self._load, draw)
         number = reach.cell.number
         other = number if reach.other is None else reach.other.number
         taken = np.where(self.is_owned[number], self.owners[number], self.owners[other])
@@ -439,9 +413,9 @@ class _Owners:
             self._work[str(name)] += int(count)
         return number, other
 
-    def _load(self, cell: Cell) -> float:
+    def _load(self, cell: fleets.Cell) -> float:
         return float(np.mean([self._work[member.name] for member in cell.members]))
 
 
-def _fleet(members: int) -> tuple[Member, ...]:
-    return tuple(Member(slot, f"m{slot}", "f") for slot in range(members))
+def _fleet(members: int) -> tuple[fleets.Member, ...]:
+    return tuple(fleets.Member(slot, f"m{slot}", "f") for slot in range(members))

@@ -88,8 +88,7 @@ def _path(scope: Mapping[str, Any]) -> str:
 
 async def _body(headers: Mapping[str, str], receive: Receive) -> AsyncIterator[bytes]:
     """The decompressed body. Raises ApiError for an unknown encoding or wrong data."""
-    encoding = encoding_of(headers)
-    chunks = _chunks(receive)
+    encoding, chunks = encoding_of(headers), _chunks(receive)
     async for chunk in chunks if encoding is None else decompressed(chunks, encoding):
         yield chunk
 

@@ -1,11 +1,10 @@
 """`maxsimd cluster`: scoring on many machines, by Ray."""
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,7 +23,7 @@ from maxsimd.api.cluster.config import (
     kuberay_yaml,
     serve_yaml,
 )
-from maxsimd.api.cluster.session import ray_session, require_ray
+from maxsimd.api.cluster.session import Asked, asked, ray_session, require_ray
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.help import Command, Commands
 from maxsimd.api.model_setup import ModelsArgument
@@ -39,9 +38,16 @@ from maxsimd.api.options import (
 )
 from maxsimd.engine.config import EngineConfig
 
+FC = TypeVar("FC", bound=Callable[..., Any])
+
 if TYPE_CHECKING:
     from maxsimd.api.cluster.data import ActorPool
     from maxsimd.api.cluster.score_files import Shard, Work
+
+
+def _number(name: str, default: int, help: str) -> Callable[[FC], FC]:
+    least = click.IntRange(min=1)
+    return click.option(name, type=least, default=default, show_default=True, metavar="N", help=help)
 
 
 @click.command(cls=Command)
@@ -50,22 +56,8 @@ if TYPE_CHECKING:
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @config_file_option
 @click.option("--query", help="Query of all rows without a column query")
-@click.option(
-    "--replicas",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Actors that each load the model",
-)
-@click.option(
-    "--num-cpus",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Cores, and computing threads, of each actor",
-)
+@_number("--replicas", 1, "Actors that each load the model")
+@_number("--num-cpus", 1, "Cores, and computing threads, of each actor")
 @click.option(
     "--num-gpus",
     type=click.FloatRange(min=0),
@@ -75,14 +67,7 @@ if TYPE_CHECKING:
     help="GPUs of each actor",
 )
 @click.option("--address", help="Address of a Ray cluster", show_default="a new one on this machine")
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=1000,
-    show_default=True,
-    metavar="N",
-    help="Rows to score together and write as one file",
-)
+@_number("--batch-size", 1000, "Rows to score together and write as one file")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run with the same OUT")
 @normalize_option
 @long_documents_option
@@ -134,7 +119,7 @@ def _run(
         return 0
     progress.note(f"{progress.total:,} rows; starting {work.config.model or 'the embedded model'} on Ray")
     # Ray has handlers of its own once it runs.
-    with _interruptible(), ray_session(address, pool.most_cpus), _interruptible():
+    with suppress(Asked), asked(), ray_session(address, pool.most_cpus), asked():
         progress.update(done, 0)
         try:
             for counts in score_shards(work, left, pool, out):
@@ -145,22 +130,6 @@ def _run(
         except ScoringError as error:
             raise click.ClickException(in_flags(str(error))) from error
     return errors
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ends its block on SIGTERM as on Ctrl-C: early, without an error."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @click.group(cls=Commands)

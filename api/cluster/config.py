@@ -41,9 +41,9 @@ class ClusterConfig:
     num_gpus: float = option(0.0, "GPUs of each scorer", group="processes")
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "fronts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, value in (("replicas", self.replicas), ("fronts", self.fronts)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(
                 f"max_replicas must be at least replicas, {self.replicas}, not {self.max_replicas}"
@@ -105,13 +105,24 @@ def _taken(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
 
-_IMPORT_PATH = "maxsimd.api.cluster.serve:app_builder"
 _MEMORY_OF_FRONT, _MEMORY_OF_SCORER = "4Gi", "8Gi"
 
 
 def serve_yaml(config: AppConfig) -> str:
     """The file for `serve deploy`."""
-    return _dumped(_deployed(config))
+    # A change of these numbers keeps the replicas, while a change of `args` replaces all.
+    numbers = {"Front": config.cluster.fronts}
+    if config.cluster.max_replicas is None:
+        numbers["Scorer"] = config.cluster.replicas
+    application = {
+        "name": APP_NAME,
+        "import_path": "maxsimd.api.cluster.serve:app_builder",
+        "route_prefix": "/",
+        "args": config.arguments(),
+        "deployments": [{"name": name, "num_replicas": count} for name, count in numbers.items()],
+    }
+    http = {"proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": 8000}}
+    return _dumped({**http, "applications": [application]})
 
 
 def kuberay_yaml(config: AppConfig, image: str) -> str:
@@ -122,58 +133,24 @@ def kuberay_yaml(config: AppConfig, image: str) -> str:
     if cluster.num_gpus:
         scorer["nvidia.com/gpu"] = math.ceil(cluster.num_gpus)
     front = {"cpu": cluster.fronts, "memory": _MEMORY_OF_FRONT}
-    service = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayService",
-        "metadata": {"name": APP_NAME},
-        "spec": {
-            "serveConfigV2": _dumped(_deployed(config)),
-            "rayClusterConfig": {
-                "headGroupSpec": {
-                    "rayStartParams": {"num-cpus": str(cluster.fronts)},
-                    "template": _pod("ray-head", image, front),
-                },
-                "workerGroupSpecs": [
-                    {
-                        "groupName": "scorers",
-                        "replicas": cluster.replicas,
-                        "minReplicas": cluster.replicas,
-                        "maxReplicas": cluster.max_replicas or cluster.replicas,
-                        "rayStartParams": {},
-                        "template": _pod("ray-worker", image, scorer),
-                    }
-                ],
-            },
-        },
+    head = {
+        "rayStartParams": {"num-cpus": str(cluster.fronts)},
+        "template": _pod("ray-head", image, front),
     }
+    workers = {
+        "groupName": "scorers",
+        "replicas": cluster.replicas,
+        "minReplicas": cluster.replicas,
+        "maxReplicas": cluster.max_replicas or cluster.replicas,
+        "rayStartParams": {},
+        "template": _pod("ray-worker", image, scorer),
+    }
+    groups: dict[str, Any] = {"headGroupSpec": head, "workerGroupSpecs": [workers]}
     if cluster.max_replicas is not None:
-        service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] = True  # type: ignore[index]
-    return _dumped(service)
-
-
-def _deployed(config: AppConfig) -> dict[str, Any]:
-    return {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": 8000},
-        "applications": [
-            {
-                "name": APP_NAME,
-                "import_path": _IMPORT_PATH,
-                "route_prefix": "/",
-                "args": config.arguments(),
-                "deployments": _numbers(config.cluster),
-            }
-        ],
-    }
-
-
-def _numbers(cluster: ClusterConfig) -> list[dict[str, Any]]:
-    """Numbers of replicas, which can be changed here without replacing them: a change of `args` replaces
-    all."""
-    numbers = [{"name": "Front", "num_replicas": cluster.fronts}]
-    if cluster.max_replicas is None:
-        numbers.append({"name": "Scorer", "num_replicas": cluster.replicas})
-    return numbers
+        groups["enableInTreeAutoscaling"] = True
+    spec = {"serveConfigV2": serve_yaml(config), "rayClusterConfig": groups}
+    kind = {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": {"name": APP_NAME}}
+    return _dumped({**kind, "spec": spec})
 
 
 def _pod(name: str, image: str, resources: dict[str, Any]) -> dict[str, Any]:

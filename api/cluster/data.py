@@ -8,8 +8,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -84,15 +83,6 @@ class ActorPool:
             )
 
 
-def with_threads(config: EngineConfig, num_cpus: int | None) -> tuple[EngineConfig, int]:
-    """The configuration with a thread a core, and the number of cores: Ray limits OpenMP to it. Raises
-    ValueError where both are given and differ."""
-    if config.threads is not None and num_cpus is not None and config.threads != num_cpus:
-        raise ValueError(f"threads={config.threads}, but num_cpus={num_cpus}; give one of them")
-    cpus = num_cpus or config.threads or 1
-    return replace(config, threads=cpus), cpus
-
-
 Row: TypeAlias = dict[str, Any]
 
 # An error names at most this many documents.
@@ -151,17 +141,6 @@ class ScoreRow:
             return {"score": None if scores is None else scores[0], **rest}
         return {"scores": scores, **rest}
 
-    @property
-    def texts(self) -> dict[int, str]:
-        """The documents that are texts, by index."""
-        return {i: text for i, text in enumerate(self.documents) if isinstance(text, str)}
-
-    @property
-    def not_texts(self) -> dict[int, str]:
-        """Errors of the others, by index."""
-        others = [(i, each) for i, each in enumerate(self.documents) if not isinstance(each, str)]
-        return {i: f"is no text but {_kind(each)}" for i, each in others}
-
 
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
@@ -214,30 +193,29 @@ class RowEngine:
     def score(self, rows: Sequence[ScoreRow], options: dict[str, Any]) -> list[Row]:
         """The added columns of each row. Raises EngineDeadError; an actor of Ray ends instead, and Ray starts
         another."""
-        with _leaving_when_dead():
-            return self._wait(_gather(self._score(row, options) for row in rows))
+        return self._wait_for_all(self._score(row, options) for row in rows)
 
     def embed(self, texts: Sequence[Any], method: str, options: dict[str, Any]) -> list[Embedded]:
         """A result for each text. Raises as `score` does."""
-        with _leaving_when_dead():
-            return self._wait(_gather(self._embed(text, method, options) for text in texts))
+        return self._wait_for_all(self._embed(text, method, options) for text in texts)
 
     async def _score(self, row: ScoreRow, options: dict[str, Any]) -> Row:
         if (refusal := row.refusal) is not None:
             return row.refused(refusal)
-        texts, errors = row.texts, row.not_texts
+        texts = [each for each in row.documents if isinstance(each, str)]
+        indexes = [i for i, each in enumerate(row.documents) if isinstance(each, str)]
+        others = {i: each for i, each in enumerate(row.documents) if not isinstance(each, str)}
+        errors = {i: f"is no text but {_kind(each)}" for i, each in others.items()}
         if not texts:
             return row.scored({}, errors, 0)
-        indexes = list(texts)
         # A listwise model scores documents together: all or none.
         is_listwise = self._engine.model.score_type is ScoreType.LISTWISE
         reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
 
         async def ask() -> Any:
-            given = list(texts.values())
-            return await self._engine.score(row.query, given, priority="batch", **reported, **options)
+            return await self._engine.score(row.query, texts, priority="batch", **reported, **options)
 
-        size = len(row.query) + sum(map(len, texts.values())) + _TEXT * len(texts)
+        size = len(row.query) + sum(map(len, texts)) + _TEXT * len(texts)
         try:
             result = await self._admitted(size, ask)
         except ROW_ERRORS as error:
@@ -270,6 +248,25 @@ class RowEngine:
                     await asyncio.sleep(error.retry_after)
         finally:
             self._room.leave(size)
+
+    def _wait_for_all(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """All results in order; an error cancels the others. Ends an actor's process when its engine has
+        died, since a failed device cannot be used again in it."""
+
+        async def gather() -> list[T]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(each) for each in work]
+            return [task.result() for task in tasks]
+
+        try:
+            return self._wait(gather())
+        except ExceptionGroup as errors:
+            dead = errors.subgroup(EngineDeadError)
+            error = (dead or errors).exceptions[0]
+            if dead and _is_actor():
+                print(f"maxsimd: {error}; the actor ends", file=sys.stderr, flush=True)
+                os._exit(_DEAD)
+            raise error from None
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -305,27 +302,6 @@ class _Room:
                 turn.set_result(None)
 
 
-async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; an error cancels the others."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in work]
-    return [task.result() for task in tasks]
-
-
-@contextmanager
-def _leaving_when_dead() -> Iterator[None]:
-    """Ends an actor's process when its engine has died, since a failed device cannot be used again in it."""
-    try:
-        yield
-    except ExceptionGroup as errors:
-        dead = errors.subgroup(EngineDeadError)
-        error = (dead or errors).exceptions[0]
-        if dead and _is_actor():
-            print(f"maxsimd: {error}; the actor ends", file=sys.stderr, flush=True)
-            os._exit(_DEAD)
-        raise error from None
-
-
 def _is_actor() -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
@@ -337,7 +313,24 @@ _SCORE_OPTIONS = frozenset({"truncation", "use_activation", "normalize", "instru
 _EMBED_OPTIONS = frozenset({"input_type", "prompt_name", "dimensions", "truncation"})
 
 
-class ScoreRows:
+class _Rows:
+    """Owns an engine for one method. Calls may come from several threads."""
+
+    def __init__(
+        self, config: EngineConfig | None, method: str, options: Row, allowed: frozenset[str]
+    ) -> None:
+        _check_options(options, allowed)
+        self._method = method
+        self._options = options
+        self._engine = RowEngine(config or EngineConfig())
+        self._engine.check(method, options)
+
+    def close(self) -> None:
+        """Frees the engine. An actor need not."""
+        self._engine.close()
+
+
+class ScoreRows(_Rows):
     """Scores the rows of a table, for `Dataset.map_batches` with `batch_format="pyarrow"` in an actor pool;
     `build_scorer` sets that up. Calls may come from several threads.
 
@@ -352,11 +345,8 @@ class ScoreRows:
         those of `Engine.score`: `truncation`, `use_activation`, `normalize` and `instruction`. Raises
         ModelLoadError, TypeError for other options, and InvalidRequestError for those that the model does not
         take."""
-        _check_options(options, _SCORE_OPTIONS)
         self._query = query
-        self._options = options
-        self._engine = RowEngine(config or EngineConfig())
-        self._engine.check("score", options)
+        super().__init__(config, "score", options, _SCORE_OPTIONS)
 
     def __call__(self, table: "pa.Table") -> "pa.Table":
         """Raises ValueError where the table lacks columns, and TypeError for what is no table."""
@@ -373,12 +363,8 @@ class ScoreRows:
         """The added columns of each row."""
         return self._engine.score(rows, self._options)
 
-    def close(self) -> None:
-        """Frees the engine. An actor need not."""
-        self._engine.close()
 
-
-class EmbedRows:
+class EmbedRows(_Rows):
     """Embeds the column `text` of a table, as `ScoreRows` scores. Added are `embedding`, `error` and
     `prompt_tokens`; an embedding is a list of float32 [dim], or with `task="token_embed"` a list of lists
     [tokens, dim], and null where there is an error."""
@@ -391,11 +377,8 @@ class EmbedRows:
     ) -> None:
         """Loads the model. `options` are those of `Engine.embed`: `input_type`, `prompt_name`, `dimensions`
         and `truncation`. Raises as `ScoreRows` does."""
-        _check_options(options, _EMBED_OPTIONS)
-        self._method = "embed" if task == "embed" else "embed_tokens"
-        self._options = options
-        self._engine = RowEngine(config or EngineConfig())
-        self._engine.check(self._method, options)
+        method = "embed" if task == "embed" else "embed_tokens"
+        super().__init__(config, method, options, _EMBED_OPTIONS)
 
     def __call__(self, table: "pa.Table") -> "pa.Table":
         """Raises ValueError where there is no column `text`, and TypeError for what is no table."""
@@ -411,10 +394,6 @@ class EmbedRows:
             for rows, error, tokens in results
         ]
         return with_columns(table, added, columns)
-
-    def close(self) -> None:
-        """Frees the engine. An actor need not."""
-        self._engine.close()
 
 
 def build_scorer(
@@ -437,29 +416,23 @@ def build_scorer(
     `num_gpus` GPUs. `batch_size` is in rows, and what is scored again when an actor dies. `options` are those
     of `ScoreRows`. Raises ValueError where `config.threads` and `num_cpus` differ."""
     _check_options(options, _SCORE_OPTIONS)
-    config, cpus = with_threads(config or EngineConfig(), num_cpus)
+    config = config or EngineConfig()
+    if config.threads is not None and num_cpus is not None and config.threads != num_cpus:
+        raise ValueError(f"threads={config.threads}, but num_cpus={num_cpus}; give one of them")
+    cpus = num_cpus or config.threads or 1
     pool = ActorPool(replicas, cpus, num_gpus)
-    arguments = {"config": config, "query": query, **options}
+    # Ray limits OpenMP to the actor's cores.
+    arguments = {"config": replace(config, threads=cpus), "query": query, **options}
 
     def scored(rows: "Dataset") -> "Dataset":
         if preprocess is not None:
-            rows = rows.map(_Adding(preprocess))
+            rows = rows.map(lambda row: {**row, **preprocess(row)})
         # A block is a task; an actor has two at a time.
         rows = rows.repartition(target_num_rows_per_block=batch_size)
         rows = pool.map_batches(rows, ScoreRows, arguments, batch_size)
         return rows if postprocess is None else rows.map(postprocess)
 
     return scored
-
-
-class _Adding:
-    """Adds a function's columns to a row."""
-
-    def __init__(self, function: OnRow) -> None:
-        self._function = function
-
-    def __call__(self, row: Row) -> Row:
-        return {**row, **self._function(row)}
 
 
 def _check_options(options: Mapping[str, Any], allowed: frozenset[str]) -> None:

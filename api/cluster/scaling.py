@@ -49,32 +49,23 @@ class OwnSlot:
     def __init__(self) -> None:
         self._listed: Sequence[Listed] = ()
         self._address: Address | None = None
-        self._number = -1
-
-    @property
-    def number(self) -> int:
-        """Negative until `choose`."""
-        return self._number
+        self.number = -1  # until `choose`
 
     def choose(self, rank: int, address: "Address") -> None:
         """Takes the rank as slot, or the lowest free one where another scorer has it."""
         self._address = address
-        self._number = free_slot(rank, [each.slot for each in self._listed])
+        self.number = free_slot(rank, [each.slot for each in self._listed])
 
     def set_listed(self, listed: "Sequence[Listed]") -> None:
         """Takes the scorers that are there now; their news of this one may be old."""
         self._listed = listed
         if self._address is None:
             return
-        slots = {_name(each.address): each.slot for each in listed} | {_name(self._address): self._number}
-        number = agreed_slots(slots)[_name(self._address)]
-        if number != self._number:
-            log.info("scorer %d is scorer %d from now on", self._number, number)
-            self._number = number
-
-
-def _name(address: "Address") -> str:
-    return repr(address)
+        own = repr(self._address)
+        number = agreed_slots({repr(each.address): each.slot for each in listed} | {own: self.number})[own]
+        if number != self.number:
+            log.info("scorer %d is scorer %d from now on", self.number, number)
+            self.number = number
 
 
 # Seconds between samples, and samples kept.

@@ -1,6 +1,7 @@
 """Scores files on Ray Data: a row of the data set is a shard of the input, which an actor reads, scores and
 writes, so that no text goes through Ray."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from maxsimd.api.cluster.data import (
     ScoreRows,
     added_columns,
     with_columns,
-    with_threads,
 )
 from maxsimd.api.cluster.session import last_line
 from maxsimd.engine import EngineConfig, MaxsimdError
@@ -67,6 +67,7 @@ class JsonlShards:
     """JSON lines. Blank lines are no rows; a line that is no object is a row with an error."""
 
     ending = ".jsonl"  # of files in the output
+    field = "field"  # in errors
 
     def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
         """First row, number of rows and offset of each shard."""
@@ -82,18 +83,15 @@ class JsonlShards:
         if count:
             yield first, count, begin
 
-    def check(self, path: Path, has_query: bool) -> None:
-        """Raises ValueError where the first row cannot be scored; `has_query` where all rows share a query.
-        Others may differ and have errors."""
+    def names(self, path: Path) -> list[str] | None:
+        """The fields of the first row; others may differ and have errors. None without rows. Raises
+        ValueError for another kind of file."""
         with path.open("rb") as file:
             line = next((line for line in file if line.strip()), None)
-        row = None if line is None else _read_object(line)
+        row = {} if line is None else _read_object(line)
         if isinstance(row, str):
             raise ValueError(f"{path} is no JSONL: its first line {row}")
-        if row is not None and not has_query and "query" not in row:
-            raise ValueError(f"{path} has no field query; give --query")
-        if row is not None and not {"documents", "document"} & row.keys():
-            raise ValueError(f"{path} has neither a field documents nor document, but {', '.join(row)}")
+        return None if line is None else [*row]
 
     def score(self, shard: Shard, scorer: ScoreRows, out: Path) -> Counts:
         with Path(shard.path).open("rb") as file:
@@ -127,6 +125,7 @@ class ParquetShards:
     """Parquet; reads a row group no further than needed."""
 
     ending = ".parquet"
+    field = "column"
 
     def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
         from pyarrow.parquet import read_metadata
@@ -135,14 +134,10 @@ class ParquetShards:
         for first in range(0, total, rows):
             yield first, min(rows, total - first), 0
 
-    def check(self, path: Path, has_query: bool) -> None:
+    def names(self, path: Path) -> list[str] | None:
         from pyarrow.parquet import read_schema
 
-        names = read_schema(path).names
-        if not has_query and "query" not in names:
-            raise ValueError(f"{path} has no column query; give --query")
-        if not {"documents", "document"} & set(names):
-            raise ValueError(f"{path} has neither a column documents nor document, but {', '.join(names)}")
+        return [*read_schema(path).names]
 
     def score(self, shard: Shard, scorer: ScoreRows, out: Path) -> Counts:
         from pyarrow.parquet import write_table
@@ -202,21 +197,6 @@ def write_shard(format: Format, shard: Shard, scorer: ScoreRows, folder: Path) -
     return counts
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes files of an interrupted run that are not complete."""
-    for path in folder.glob(f"{TEMPORARY}*"):
-        path.unlink(missing_ok=True)
-
-
-def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
-    """Shards of at most `rows` rows, in order; none spans two files. Raises ValueError for another kind."""
-    shards: list[Shard] = []
-    for path in files:
-        for first, count, offset in format.cut(path, rows):
-            shards.append(Shard(len(shards), str(path), first, count, offset))
-    return shards
-
-
 @dataclass(frozen=True, slots=True)
 class Files:
     """Input files of one kind, in order, and their folder or the one file."""
@@ -241,12 +221,6 @@ class Files:
             raise ValueError(f"{path} has both Parquet and JSONL; give one of them")
         return cls(path, files, formats.pop()())
 
-    @property
-    def identity(self) -> list[str]:
-        """Changes when rows may change."""
-        found = [(each.relative_to(self.path), each.stat()) for each in self.files]
-        return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
-
 
 def _is_hidden(file: Path, folder: Path) -> bool:
     return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
@@ -263,17 +237,27 @@ class Work:
     shard_rows: int
 
     def digest(self) -> str:
-        """Identifies runs with the same rows and shards."""
+        """Identifies runs with the same rows and shards. Sizes and times of files stand for their rows."""
         config = replace(self.config, threads=None)
         query = "" if self.query is None else f"={self.query}"
         parts = [repr(config), query, repr(sorted(self.options.items())), str(self.shard_rows)]
-        return digest_of([*parts, *self.files.identity])
+        found = [(each.relative_to(self.files.path), each.stat()) for each in self.files.files]
+        return digest_of([*parts, *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found)])
 
     def shards(self) -> list[Shard]:
-        """Raises ValueError for files that cannot be read or scored."""
+        """Shards of at most `shard_rows` rows, in order; none spans two files. Raises ValueError for files
+        that cannot be read or scored."""
+        format, shards = self.files.format, list[Shard]()
         for path in self.files.files:
-            self.files.format.check(path, self.query is not None)
-        return cut_files(self.files.format, self.files.files, self.shard_rows)
+            names = format.names(path)
+            if names is not None and self.query is None and "query" not in names:
+                raise ValueError(f"{path} has no {format.field} query; give --query")
+            if names is not None and not {"documents", "document"} & {*names}:
+                there = ", ".join(names)
+                raise ValueError(f"{path} has neither a {format.field} documents nor document, but {there}")
+            for first, count, offset in format.cut(path, self.shard_rows):
+                shards.append(Shard(len(shards), str(path), first, count, offset))
+        return shards
 
 
 class ScoringError(Exception):
@@ -317,7 +301,7 @@ def score_shards(work: Work, shards: list[Shard], pool: ActorPool, out: Path) ->
     import ray
 
     arguments = {
-        "config": with_threads(work.config, pool.num_cpus)[0],
+        "config": replace(work.config, threads=pool.num_cpus),
         "query": work.query,
         "format": work.files.format,
         "out": str(out.resolve()),
@@ -361,8 +345,13 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         """Raises click.ClickException where another run is writing the folder."""
-        self._lock = _locked(self.path)
-        remove_unfinished(self.path)
+        self._lock = os.open(self.path, os.O_RDONLY)  # holds the folder's lock until it is closed
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise click.ClickException(f"{self.path} is being written by another run") from error
+        self._remove_unfinished()
         if not (self.path / _RUN).exists():
             temporary = self.path / f"{TEMPORARY}{_RUN}"
             temporary.write_text(
@@ -374,8 +363,12 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        remove_unfinished(self.path)
+        self._remove_unfinished()
         os.close(self._lock)
+
+    def _remove_unfinished(self) -> None:
+        for path in self.path.glob(f"{TEMPORARY}*"):
+            path.unlink(missing_ok=True)
 
     def left(self, shards: list[Shard]) -> list[Shard]:
         """The shards that are not written yet."""
@@ -396,16 +389,3 @@ class RunFolder:
             raise click.ClickException(
                 f"{self.path} has rows of such a run; go on with --resume, or name another folder"
             )
-
-
-def _locked(path: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed."""
-    import fcntl
-
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise click.ClickException(f"{path} is being written by another run") from error
-    return descriptor

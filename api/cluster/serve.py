@@ -5,13 +5,13 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from maxsimd.api.cluster.asgi import AsgiAdapter
@@ -37,33 +37,19 @@ from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices
 
-# Seconds between questions for a replica's slot.
-_SLOT_SECONDS = 5.0
-
-
-def router() -> RequestRouterConfig:
-    """The router for deployments whose replicas are watched."""
-    return RequestRouterConfig(
-        request_router_class="maxsimd.api.cluster.router:MembersRouter",
-        request_routing_stats_period_s=_SLOT_SECONDS,
-    )
-
 
 def watch(handle: DeploymentHandle, changed: Callable[[list[Listed]], None]) -> None:
     """Calls a function with all replicas of a deployment, now and on each change, from any thread."""
 
     def published(replicas: Published) -> None:
-        changed([_listed(each) for each in replicas if "secret" in each])
+        ready = [each for each in replicas if "secret" in each]
+        addresses = [NetAddress(each["host"], each["port"], each["secret"]) for each in ready]
+        changed([Listed(each["slot"], address) for each, address in zip(ready, addresses, strict=True)])
 
     deployment = handle.deployment_id
     watchers.add((deployment.app_name, deployment.name), published)
     if not handle.is_initialized:
         handle._init()  # a router begins with the first call otherwise
-
-
-def _listed(published: Any) -> Listed:
-    address = NetAddress(published["host"], int(published["port"]), published["secret"])
-    return Listed(int(published["slot"]), address)
 
 
 def own_handle() -> DeploymentHandle:
@@ -77,20 +63,9 @@ def own_rank() -> int:
     return int(serve.get_replica_context().rank.rank)
 
 
-def own_host() -> str:
-    """This machine's address in the cluster."""
-    return str(ray.util.get_node_ip_address())
-
-
-def proxy_address() -> tuple[str, int]:
-    """The proxies' address, which an earlier start may have set."""
-    options = get_global_client().http_config
-    return str(options.host), int(options.port)
-
-
 def published(address: NetAddress, slot: int) -> dict[str, Any]:
     """A replica's metadata."""
-    return {"host": address.host, "port": address.port, "secret": address.secret, "slot": slot}
+    return {**asdict(address), "slot": slot}
 
 
 # Seconds that a starting front waits for a scorer before it serves anyway, not ready; and that requests wait
@@ -129,7 +104,7 @@ class Front:
         self._stack.enter_context(frequent_thread_switches())
         self._loop = asyncio.get_running_loop()
         begun = self._loop.time()
-        self._address = await self._view.door.open_port(own_host())
+        self._address = await self._view.door.open_port(str(ray.util.get_node_ip_address()))
         watch(scorers, self._scorers_changed)
         watch(own_handle(), self._fronts_changed)
         self._starting = asyncio.create_task(self._engine.start())
@@ -211,12 +186,13 @@ class Scorer:
         self._stack.enter_context(frequent_thread_switches())
         self._stack.enter_context(postponed_garbage_collection())
         self._busy = Busy()
+        answers = EngineAnswers(engine)
         self._tasks = [
-            asyncio.create_task(collect_when_quiet(self._is_idle, resident_bytes)),
-            asyncio.create_task(self._busy.watch(lambda: not self._is_idle())),
+            asyncio.create_task(collect_when_quiet(answers.is_idle, resident_bytes)),
+            asyncio.create_task(self._busy.watch(lambda: not answers.is_idle())),
         ]
-        self._door = Door(EngineAnswers(engine), lambda: _waiting_tokens(engine))
-        self._address = await self._door.open_port(own_host())
+        self._door = Door(answers, answers.queued_tokens)
+        self._address = await self._door.open_port(str(ray.util.get_node_ip_address()))
         self._slot.choose(own_rank(), self._address)
         log.info("scorer %d is ready: %s", self._slot.number, engine.facts.how_it_runs)
 
@@ -259,19 +235,14 @@ class Scorer:
     def _scorers_changed(self, listed: list[Listed]) -> None:
         self._loop.call_soon_threadsafe(self._slot.set_listed, listed)
 
-    def _is_idle(self) -> bool:
-        return self._engine.is_healthy and self._engine.stats().requests == 0
-
-
-def _waiting_tokens(engine: Engine) -> int:
-    return engine.stats().waiting_tokens if engine.is_healthy else 0
-
 
 # Serve refuses nothing: engines do, by tokens.
 _MOST_REQUESTS = 100_000
 # Seconds beyond its grace that a replica may take to end.
 _MARGIN_SECONDS = 10.0
 _HEALTH_SECONDS = 2.0
+# Seconds between questions for a replica's slot.
+_SLOT_SECONDS = 5.0
 # Seconds between reports, averaged over how many, and delays before scaling up and down: each change moves
 # documents from cache to cache.
 _LOOK_SECONDS, _LOOK_BACK_SECONDS = 2.0, 6.0
@@ -280,32 +251,28 @@ _MORE_AFTER_SECONDS, _FEWER_AFTER_SECONDS = 10.0, 600.0
 
 def app_builder(args: dict[str, Any]) -> Application:
     """The application for the `args` of `AppConfig.of`. Raises ValueError."""
-    return application(AppConfig.of(args))
-
-
-def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application:
+    config = AppConfig.of(args)
     cluster, server = config.cluster, config.server
     ends = {
         "graceful_shutdown_timeout_s": server.grace_seconds + _MARGIN_SECONDS,
         "health_check_period_s": _HEALTH_SECONDS,
         "max_ongoing_requests": _MOST_REQUESTS,
-        "request_router_config": router(),
+        "request_router_config": RequestRouterConfig(
+            request_router_class="maxsimd.api.cluster.router:MembersRouter",
+            request_routing_stats_period_s=_SLOT_SECONDS,
+        ),
     }
     number: dict[str, Any] = {"num_replicas": cluster.replicas}
     if cluster.max_replicas is not None:
         number = {"autoscaling_config": _scaling(cluster)}
-    scorers = (
-        serve.deployment(scorer, name="Scorer")
-        .options(
-            **number, **ends, ray_actor_options={"num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus}
-        )
-        .bind(config.engine, server)
-    )
+    resources = {"num_cpus": cluster.num_cpus, "num_gpus": cluster.num_gpus}
+    scorers = serve.deployment(Scorer).options(**number, **ends, ray_actor_options=resources)
     fronts = serve.deployment(serve.ingress()(Front)).options(
         **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": min(1.0, cluster.num_cpus)}
     )
     most, secret = cluster.max_replicas or cluster.replicas, secrets.token_bytes(32)
-    bound: Application = fronts.bind(scorers, most, server, config.engine.cache_by_tenant, secret)
+    by_tenant = config.engine.cache_by_tenant
+    bound: Application = fronts.bind(scorers.bind(config.engine, server), most, server, by_tenant, secret)
     return bound
 
 

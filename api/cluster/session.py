@@ -3,14 +3,14 @@
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -42,36 +42,24 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    quiet = {"log_to_driver": shows_log, "logging_level": logging.ERROR}
-    if address is not None:
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"address": address}
+        if address is None:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            # Ray's default is a low priority for workers.
+            os.environ.setdefault("RAY_worker_niceness", "0")
+            # Names of sockets must be short.
+            made = tempfile.TemporaryDirectory(prefix="maxsimd-ray-", ignore_cleanup_errors=True)
+            options = {"address": "local", "num_cpus": math.ceil(num_cpus), "include_dashboard": False}
+            options |= {"object_store_memory": _OBJECT_STORE, "_temp_dir": stack.enter_context(made)}
+        stack.callback(ray.shutdown)
         try:
-            _check_reachable(address)
-            ray.init(address=address, **quiet)
-        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            raise click.ClickException(f"no Ray at {address}: {error}") from error
-        try:
-            yield
-        finally:
-            ray.shutdown()
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's default is a low priority for workers.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Names of sockets must be short.
-    folder = tempfile.mkdtemp(prefix="maxsimd-ray-")
-    try:
-        ray.init(
-            address="local",
-            num_cpus=math.ceil(num_cpus),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE,
-            _temp_dir=folder,
-            **quiet,
-        )
+            if address is not None:
+                _check_reachable(address)
+            ray.init(**options, log_to_driver=shows_log, logging_level=logging.ERROR)
+        except Exception as error:  # Ray raises many kinds
+            raise click.ClickException(f"no Ray at {address or 'this machine'}: {error}") from error
         yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_reachable(address: str) -> None:
@@ -91,31 +79,32 @@ def last_line(message: str) -> str:
 _OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
 
 
-class Asked(Exception):
+class Asked(KeyboardInterrupt):
     """A signal ends the command."""
 
 
 def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
     """Serves at `address`, or on this machine, until SIGTERM or SIGINT. Raises click.ClickException."""
     from ray import serve
+    from ray.serve.context import _get_global_client
 
-    from maxsimd.api.cluster.serve import app_builder, proxy_address
+    from maxsimd.api.cluster.serve import app_builder
 
     begun = time.perf_counter()
     cluster = config.cluster
     cores = (cluster.max_replicas or cluster.replicas) * max(1.0, cluster.num_cpus) + cluster.fronts
     # Ray replaces our signal handlers by one that aborts the process after three seconds: set ours again.
-    with suppress(Asked), _asked(), ray_session(address, cores, shows_log=True), _asked():
+    with suppress(Asked), asked(), ray_session(address, cores, shows_log=True), asked():
         try:
             where = "HeadOnly" if address is None else "EveryNode"
             serve.start(http_options={"host": host, "port": port, "location": where})
-            host, port = proxy_address()
+            # An earlier start may have set another address.
+            options = _get_global_client().http_config
+            host, port = options.host, options.port
             serve.run(app_builder(config.arguments()), name=APP_NAME, route_prefix="/")
-            click.echo(
-                f"ready on http://{host}:{port} after {time.perf_counter() - begun:.1f} s: "
-                f"{cluster.replicas} scorers, {cluster.fronts} fronts",
-                err=True,
-            )
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            counts = f"{cluster.replicas} scorers, {cluster.fronts} fronts"
+            click.echo(f"ready on {url} after {time.perf_counter() - begun:.1f} s: {counts}", err=True)
             server = config.server
             if host not in _OWN_HOSTS and not (server.api_key or server.api_key_file):
                 click.echo("anyone who can reach it can use it; set --api-key or --api-key-file", err=True)
@@ -126,7 +115,11 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
         except RuntimeError as error:
             raise click.ClickException(_reason(error)) from error
         finally:
-            _end(is_own=address is None)
+            with suppress(Exception):
+                serve.delete(APP_NAME)  # once it has drained
+            if address is None:
+                with suppress(Exception):
+                    serve.shutdown()
 
 
 def _reason(error: RuntimeError) -> str:
@@ -140,19 +133,8 @@ def _reason(error: RuntimeError) -> str:
     return str(error)
 
 
-def _end(is_own: bool) -> None:
-    """Removes the application once it has drained, and Serve from a session of our own."""
-    from ray import serve
-
-    with suppress(Exception):
-        serve.delete(APP_NAME)
-    if is_own:
-        with suppress(Exception):
-            serve.shutdown()
-
-
 @contextmanager
-def _asked() -> Iterator[None]:
+def asked() -> Iterator[None]:
     """Raises Asked on SIGTERM or SIGINT; a second signal ends the process at once."""
     is_asked = False
 

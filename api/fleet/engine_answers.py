@@ -6,25 +6,18 @@ import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from prometheus_client import generate_latest
 
 from maxsimd import __version__
-from maxsimd.api.fleet import messages
-from maxsimd.api.fleet.messages import (
-    Answer,
-    Question,
-    received_inputs,
-    received_item,
-    received_items,
-    sent_query,
-)
+from maxsimd.api.fleet import messages as wire
+from maxsimd.api.fleet.messages import Answer, Question, received_inputs, received_item, sent_query
 from maxsimd.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.requests import RankedDocument, ScoreResult, Timings, Usage
+from maxsimd.engine.requests import RankedDocument, ScoreResult, Usage
 
 Send = Callable[[Answer], Awaitable[None]]
 
@@ -40,9 +33,9 @@ _DECIDE_NOTHING = frozenset(
 )
 # The engine's method for each task of `Embed`, and its answer.
 _EMBED: dict[str, tuple[str, Callable[[Any], Answer]]] = {
-    "embed": ("embed", messages.Embedded),
-    "token_embed": ("embed_tokens", messages.EmbeddedTokens),
-    "sparse_embed": ("embed_sparse", messages.EmbeddedSparse),
+    "embed": ("embed", wire.Embedded),
+    "token_embed": ("embed_tokens", wire.EmbeddedTokens),
+    "sparse_embed": ("embed_sparse", wire.EmbeddedSparse),
 }
 
 
@@ -51,74 +44,72 @@ class EngineAnswers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._introduction = messages.Introduction(
+        self._introduction = wire.Introduction(
             facts=engine.facts,
             config=engine.config,
             tokenizer=pickle.dumps(engine.tokenizer),
             fingerprint=fingerprint_of(engine),
         )
 
+    def is_idle(self) -> bool:
+        return self._engine.is_healthy and self._engine.stats().requests == 0
+
+    def queued_tokens(self) -> int:
+        return self._engine.stats().waiting_tokens if self._engine.is_healthy else 0
+
     async def __call__(self, question: Question, send: Send) -> Answer:
         """The answer to a question, after those that are sent before it. Raises the errors of `Engine`."""
         engine = self._engine
         match question:
-            case messages.Score():
+            case wire.Score():
                 return await self._score(question, send)
-            case messages.EncodeQuery():
+            case wire.EncodeQuery():
                 query: Any = received_item(question.query)
-                return messages.EncodedQuery(
+                return wire.EncodedQuery(
                     sent_query(await engine.encode_query(query, **_options("encode_query", question)))
                 )
-            case messages.Rank():
+            case wire.Rank():
                 return await self._rank(question)
-            case messages.Embed():
+            case wire.Embed():
                 method, answer = _EMBED[question.task]
                 texts = received_inputs(question.texts)
                 return answer(await getattr(engine, method)(texts, **_options(method, question)))
-            case messages.Classify():
+            case wire.Classify():
                 texts = received_inputs(question.texts)
-                return messages.Classified(await engine.classify(texts, **_options("classify", question)))
-            case messages.Converse():
-                flags = question.add_generation_prompt, question.continue_final_message
-                return messages.Conversation(
-                    *await engine.conversation(
-                        question.messages, add_generation_prompt=flags[0], continue_final_message=flags[1]
-                    )
-                )
-            case messages.ClearCache():
+                return wire.Classified(await engine.classify(texts, **_options("classify", question)))
+            case wire.Converse():
+                return wire.Conversation(*await engine.conversation(**msgspec.structs.asdict(question)))
+            case wire.ClearCache():
                 await engine.clear_cache()
-            case messages.SetTenants():
+            case wire.SetTenants():
                 engine.set_tenants(question.tenants)
-            case messages.ShowMetrics():
-                return messages.Metrics(generate_latest(engine.metrics.registry))
-            case messages.Introduce():
+            case wire.ShowMetrics():
+                return wire.Metrics(generate_latest(engine.metrics.registry))
+            case wire.Introduce():
                 return self._introduction
-        return messages.Done()
+        return wire.Done()
 
-    async def _score(self, question: messages.Score, send: Send) -> Answer:
-        queries, documents = received_items(question.queries), received_items(question.documents)
+    async def _score(self, question: wire.Score, send: Send) -> Answer:
+        queries: Any = [*map(received_item, question.queries)]
+        documents: Any = [*map(received_item, question.documents)]
         options = _options("score", question)
         if not question.streams:
-            return messages.Scored(await self._engine.score(queries, documents, **options))
+            return wire.Scored(await self._engine.score(queries, documents, **options))
         async with self._engine.stream(queries, documents, **options) as stream:
             async for new in stream:
-                result = ScoreResult(
-                    [one.score for one in new], Usage(0), 0, timings=Timings(), explanations=_explained(new)
-                )
-                await send(messages.Arrived(result, [one.index for one in new]))
-        return messages.Scored(stream.result)
+                scores = [one.score for one in new]
+                result = ScoreResult(scores, Usage(0), 0, explanations=_explained(new))
+                await send(wire.Arrived(result, [one.index for one in new]))
+        return wire.Scored(stream.result)
 
-    async def _rank(self, question: messages.Rank) -> Answer:
-        queries = received_items(question.score.queries)
-        if len(queries) != 1:
+    async def _rank(self, question: wire.Rank) -> Answer:
+        query, *others = map(received_item, question.score.queries)
+        if others:
             raise InvalidRequestError("a ranking has one query", "query")
-        ranked = await self._engine.rerank(
-            queries[0],
-            received_items(question.score.documents),
-            top_n=question.top_n,
-            score_threshold=question.score_threshold,
-            **_options("score", question.score),
-        )
+        documents: Any = [*map(received_item, question.score.documents)]
+        options = _options("score", question.score)
+        options |= {"top_n": question.top_n, "score_threshold": question.score_threshold}
+        ranked = await self._engine.rerank(cast("Any", query), documents, **options)
         result = ScoreResult(
             [one.score for one in ranked.results],
             ranked.usage,
@@ -128,7 +119,7 @@ class EngineAnswers:
             ranked.timings,
             _explained(ranked.results),
         )
-        return messages.Ranked(result, [one.index for one in ranked.results])
+        return wire.Ranked(result, [one.index for one in ranked.results])
 
 
 def _explained(documents: Sequence[RankedDocument]) -> dict[int, Explanation]:
@@ -137,7 +128,6 @@ def _explained(documents: Sequence[RankedDocument]) -> dict[int, Explanation]:
 
 @cache
 def _names(method: str) -> tuple[str, ...]:
-    """The options of a method of the engine."""
     parameters = inspect.signature(getattr(Engine, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
 

@@ -5,8 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import msgspec
 import numpy as np
@@ -15,27 +16,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from maxsimd.api.answer import ApiError
 from maxsimd.api.config import SetupError
+from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet.link import Address, Door, Link, LostError, Send
-from maxsimd.api.fleet.messages import (
-    Answer,
-    Classified,
-    Classify,
-    Conversation,
-    Converse,
-    Embed,
-    Embedded,
-    EmbeddedSparse,
-    EmbeddedTokens,
-    Failed,
-    Metrics,
-    Question,
-    Rank,
-    Ranked,
-    ShowMetrics,
-    as_error,
-    sent_inputs,
-)
-from maxsimd.api.fleet.roster import Listed, ReplacedError, Roster, Served
+from maxsimd.api.fleet.roster import Connected, Listed, ReplacedError, Roster, Served
 from maxsimd.api.fleet.spread import (
     EmbedJob,
     Job,
@@ -79,29 +62,14 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_queued_tokens", "max
 
 def check_limits(tenants: Mapping[str, Tenant], replicas: int) -> None:
     """Raises SetupError for limits that would not hold with several replicas."""
-    limited = [name for name, tenant in tenants.items() if _has_limits(tenant)]
+    limited = [
+        name for name, tenant in tenants.items() if any(getattr(tenant, each) is not None for each in _LIMITS)
+    ]
     if replicas > 1 and limited:
         raise SetupError(
             f"the tenant {limited[0]!r} has limits ({', '.join(_LIMITS)}), which hold for one replica only; "
             "leave them out of --api-key-file, or serve with --replicas 1"
         )
-
-
-def without_limits(tenants: Mapping[str, Tenant], replicas: int) -> dict[str, Tenant]:
-    """The tenants' weights and priorities. A changed key file may have limits: they are dropped and
-    logged."""
-    try:
-        check_limits(tenants, replicas)
-    except SetupError as error:
-        log.error("%s; until then there are none", error)
-        return {
-            name: Tenant(weight=tenant.weight, priority=tenant.priority) for name, tenant in tenants.items()
-        }
-    return dict(tenants)
-
-
-def _has_limits(tenant: Tenant) -> bool:
-    return any(getattr(tenant, name) is not None for name in _LIMITS)
 
 
 class FleetStream(DocumentStream):
@@ -220,16 +188,29 @@ class FleetEngine:
         return EngineStats(waiting_tokens=waiting)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Weights and priorities hold at every engine, limits only at a single one."""
+        """Weights and priorities hold at every engine, limits only at a single one: those of a changed key
+        file are dropped and logged."""
         self._tenants = tenants
-        self._roster.set_tenants(without_limits(tenants, max(self._roster.most, self._roster.num_listed)))
+        try:
+            check_limits(tenants, self._num_engines)
+        except SetupError as error:
+            log.error("%s; until then there are none", error)
+            tenants = {
+                name: Tenant(weight=each.weight, priority=each.priority) for name, each in tenants.items()
+            }
+        self._roster.set_tenants(dict(tenants))
 
     def set_listed(self, listed: Sequence[Listed]) -> None:
         """Changes the engines that should be there."""
-        were_several = max(self._roster.most, self._roster.num_listed) > 1
+        were_several = self._num_engines > 1
         self._roster.set_listed(listed)
-        if (max(self._roster.most, self._roster.num_listed) > 1) != were_several:
+        if (self._num_engines > 1) != were_several:
             self.set_tenants(self._tenants)
+
+    @property
+    def _num_engines(self) -> int:
+        """Upper bound."""
+        return max(self._roster.most, self._roster.num_listed)
 
     def check_rate(self, tenant: str) -> None:
         """Engines check rates themselves."""
@@ -251,31 +232,27 @@ class FleetEngine:
             message = f"the cache is not cleared yet by {late}; ask again"
             raise ApiError(503, "ServiceUnavailableError", message, retry_after=5)
 
-    async def ask_all(self, question: Question) -> list[tuple[int, Answer]]:
+    async def ask_all(self, question: wire.Question) -> list[tuple[int, wire.Answer]]:
         """Answers by slot; engines that die or hang are left out."""
-        connected = self._roster.all_connected()
-        asked = [asyncio.wait_for(each.link.ask(question), _ENGINE_SECONDS) for each in connected]
-        replies = await asyncio.gather(*asked, return_exceptions=True)
-        answers: list[tuple[int, Answer]] = []
-        for each, reply in zip(connected, replies, strict=True):
-            if isinstance(reply, BaseException):
-                if not isinstance(reply, LostError | TimeoutError):
-                    raise reply
-                continue
-            if isinstance(reply.answer, Failed):
-                raise as_error(reply.answer)
-            answers.append((each.member.slot, reply.answer))
-        return answers
+
+        async def ask(each: Connected) -> list[tuple[int, wire.Answer]]:
+            with suppress(LostError, TimeoutError):
+                reply = await asyncio.wait_for(each.link.ask(question), _ENGINE_SECONDS)
+                if isinstance(reply.answer, wire.Failed):
+                    raise wire.as_error(reply.answer)
+                return [(each.member.slot, reply.answer)]
+            return []
+
+        return [*chain(*await asyncio.gather(*map(ask, self._roster.all_connected())))]
 
     async def conversation(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, bool]:
-        question = Converse(
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        answer = cast("Conversation", await self._whole(question))
+        flags = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        answer = cast("wire.Conversation", await self._whole(wire.Converse(messages=list(messages), **flags)))
         return answer.text, answer.is_complete
 
     async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult:
@@ -307,9 +284,7 @@ class FleetEngine:
         ranked = await run_in_thread_if_large(
             len(given), rank, result.scores, given, top_n, score_threshold, result.ranking_scores
         )
-        return RerankResult(
-            ranked, result.usage, result.truncated, result.unscored, result.errors, result.timings
-        )
+        return _reranked(ranked, result)
 
     async def _explained(
         self, query: Any, documents: Any, top_n: int | None, threshold: float | None, options: ScoreOptions
@@ -317,26 +292,20 @@ class FleetEngine:
         """One engine ranks and explains only what it returns."""
         scored = ScoreJob(self.facts, query, documents, options)
         none = ScoreResult([], Usage(0), 0, tuple(range(len(scored.documents))))
-        answers: list[Answer] = [Ranked(none, [])]
+        answers: list[wire.Answer] = [wire.Ranked(none, [])]
 
-        def question(indices: NDArray[np.int64], left: float | None) -> Question:
-            return Rank(score=scored.question(indices, left), top_n=top_n, score_threshold=threshold)
+        def question(indices: NDArray[np.int64], left: float | None) -> wire.Question:
+            return wire.Rank(score=scored.question(indices, left), top_n=top_n, score_threshold=threshold)
 
         job = replace(scored.job(), question=question, commit=lambda _, answer: answers.append(answer))
         await self._run_whole(job)
-        ranked = cast("Ranked", answers[-1])
+        ranked = cast("wire.Ranked", answers[-1])
         result = ranked.result
-        return RerankResult(
-            [
-                RankedDocument(i, score, scored.documents[i], result.explanations.get(i))
-                for i, score in zip(ranked.indices, result.scores, strict=True)
-            ],
-            result.usage,
-            result.truncated,
-            result.unscored,
-            result.errors,
-            result.timings,
-        )
+        documents = [
+            RankedDocument(i, score, scored.documents[i], result.explanations.get(i))
+            for i, score in zip(ranked.indices, result.scores, strict=True)
+        ]
+        return _reranked(documents, result)
 
     def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> "FleetStream":
         complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
@@ -355,7 +324,7 @@ class FleetEngine:
         if options.get("late_chunking") or options.get("chunks") is not None:
             # All texts are one document, which one engine reads.
             whole = EmbedJob(given, options).question_of_all("embed")
-            return cast("Embedded", await self._whole(whole, options.get("timeout"))).result
+            return cast("wire.Embedded", await self._whole(whole, options.get("timeout"))).result
 
         async def embedded_by_one_kind(left: float | None) -> EmbedResult:
             embedding = EmbedJob(given, {**options, "timeout": left})
@@ -365,14 +334,12 @@ class FleetEngine:
         return await _until_not_replaced(embedded_by_one_kind, options.get("timeout"))
 
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
-        return cast("EmbeddedTokens", await self._embed_whole("token_embed", texts, options)).result
+        return cast("wire.EmbeddedTokens", await self._embed_whole("token_embed", texts, options)).result
 
     async def embed_sparse(self, texts: Any, **options: Any) -> SparseEmbedResult:
-        return cast("EmbeddedSparse", await self._embed_whole("sparse_embed", texts, options)).result
+        return cast("wire.EmbeddedSparse", await self._embed_whole("sparse_embed", texts, options)).result
 
-    async def _embed_whole(
-        self, task: Literal["token_embed", "sparse_embed"], texts: Any, options: dict[str, Any]
-    ) -> Answer:
+    async def _embed_whole(self, task: wire.EmbedTask, texts: Any, options: dict[str, Any]) -> wire.Answer:
         check_task(task, self.facts.dims)
         embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
         return await self._whole(embedding.question_of_all(task), options.get("timeout"))
@@ -386,46 +353,48 @@ class FleetEngine:
         **options: Any,
     ) -> ClassifyResult:
         check_task("classify", self.facts.dims)
-        question = Classify(
-            texts=sent_inputs(as_inputs(texts, takes_pictures=False)),
+        question = wire.Classify(
+            texts=wire.sent_inputs(as_inputs(texts, takes_pictures=False)),
             text_pairs=None if text_pairs is None else list(text_pairs),
             run=run_of(options, options.get("timeout")),
             use_activation=use_activation,
         )
-        return cast("Classified", await self._whole(question, options.get("timeout"))).result
+        return cast("wire.Classified", await self._whole(question, options.get("timeout"))).result
 
     async def _run(self, job: Job, most_tokens: int) -> None:
         """Spreads a request. One that may be too large goes to one engine whole, which refuses it."""
         if most_tokens > self.config.max_request_tokens:
             job = replace(job, split=Split.NEVER)
-        await self._spreader.run(job, self._least_tokens)
+        # A request of at most one step is not split.
+        await self._spreader.run(job, self.facts.step_tokens)
 
-    @property
-    def _least_tokens(self) -> int:
-        """A request of at most one step is not split."""
-        return self.facts.step_tokens
-
-    async def _whole(self, question: Converse | Classify | Embed, timeout: float | None = None) -> Answer:
+    async def _whole(
+        self, question: wire.Converse | wire.Classify | wire.Embed, timeout: float | None = None
+    ) -> wire.Answer:
         """One engine's answer."""
-        answers: list[Answer] = []
+        answers: list[wire.Answer] = []
 
-        def asked(indices: NDArray[np.int64], left: float | None) -> Question:
-            if isinstance(question, Converse):
+        def asked(indices: NDArray[np.int64], left: float | None) -> wire.Question:
+            if isinstance(question, wire.Converse):
                 return question
             return msgspec.structs.replace(question, run=msgspec.structs.replace(question.run, timeout=left))
 
-        def commit(indices: NDArray[np.int64], answer: Answer) -> None:
+        def commit(indices: NDArray[np.int64], answer: wire.Answer) -> None:
             answers.append(answer)
 
         await self._run_whole(Job.of_one(num_characters(question), timeout, asked, commit))
         return answers[0]
 
     async def _run_whole(self, job: Job) -> None:
-
         async def run(left: float | None) -> None:
-            await self._spreader.run(replace(job, timeout=left), self._least_tokens)
+            await self._spreader.run(replace(job, timeout=left), self.facts.step_tokens)
 
         await _until_not_replaced(run, job.timeout)
+
+
+def _reranked(documents: list[RankedDocument], scored: ScoreResult) -> RerankResult:
+    rest = scored.usage, scored.truncated, scored.unscored, scored.errors, scored.timings
+    return RerankResult(documents, *rest)
 
 
 async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
@@ -476,7 +445,7 @@ _FRONT_SECONDS = 2.0
 
 class FrontView:
     """One front's view of the fleet: the engines, and the `others`, fronts by slot. They ask it at its
-    `door`. The fronts alone know the `secret`."""
+    `door`. Only fronts know the `secret`."""
 
     def __init__(
         self,
@@ -499,10 +468,12 @@ class FrontView:
         """The page of all fronts and engines; `own` is this front's."""
         others = self._others()
         asked = asyncio.gather(*(self._page_of(address) for address in others.values()))
-        engines = await self._engine.ask_all(ShowMetrics())
+        engines = await self._engine.ask_all(wire.ShowMetrics())
         pages = [("front", self._slot(), own)]
         pages += [("front", slot, page) for slot, page in zip(others, await asked, strict=True) if page]
-        pages += [("replica", slot, answer.page) for slot, answer in engines if isinstance(answer, Metrics)]
+        pages += [
+            ("replica", slot, answer.page) for slot, answer in engines if isinstance(answer, wire.Metrics)
+        ]
         return joined(sorted(pages, key=lambda page: page[:2]))
 
     async def _page_of(self, address: Address) -> bytes:
@@ -511,14 +482,14 @@ class FrontView:
             async with asyncio.timeout(_FRONT_SECONDS):
                 link = await Link.open(address)
                 try:
-                    answer = (await link.ask(ShowMetrics())).answer
+                    answer = (await link.ask(wire.ShowMetrics())).answer
                 finally:
                     await link.close()
-                if isinstance(answer, Metrics):
+                if isinstance(answer, wire.Metrics):
                     return answer.page
         return b""
 
-    async def _answer(self, question: Question, send: Send) -> Answer:
-        if isinstance(question, ShowMetrics):
-            return Metrics(generate_latest(self._engine.metrics.registry))
-        return Failed(kind="invalid", message="a front is asked for its metrics and nothing else")
+    async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
+        if isinstance(question, wire.ShowMetrics):
+            return wire.Metrics(generate_latest(self._engine.metrics.registry))
+        return wire.Failed(kind="invalid", message="a front is asked for its metrics and nothing else")

@@ -12,21 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from maxsimd.api.fleet.messages import (
-    Answer,
-    Arrived,
-    Ask,
-    Cancel,
-    Question,
-    Reply,
-    as_failed,
-    decode_to_engine,
-    decode_to_front,
-    difference,
-    encode,
-    greeting,
-    own_version,
-)
+from maxsimd.api.fleet import messages as wire
 from maxsimd.api.logs import SeldomLogger
 from maxsimd.engine.errors import InvalidRequestError
 
@@ -34,8 +20,6 @@ from maxsimd.engine.errors import InvalidRequestError
 _SECRET_BYTES, _SECRET_SECONDS = 32, 5.0
 # TCP keepalive: first probe, interval, count. The system gives a silent peer up after a minute.
 _QUIET_SECONDS, _EVERY_SECONDS, _TIMES = 30, 10, 3
-
-Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +39,6 @@ class NetAddress:
 
 
 Address: TypeAlias = UnixAddress | NetAddress
-
-
-async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises OSError."""
-    if isinstance(address, UnixAddress):
-        return await asyncio.open_unix_connection(address.path)
-    async with asyncio.timeout(_SECRET_SECONDS):
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-    _watch(writer)
-    writer.write(bytes.fromhex(address.secret))
-    return reader, writer
-
-
-async def listen_on_port(accept: Accept, host: str) -> tuple[asyncio.Server, NetAddress]:
-    """Listens on a free port with a secret of its own. Raises OSError."""
-    secret = secrets.token_bytes(_SECRET_BYTES)
-
-    async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_SECRET_SECONDS):
-                given = await reader.readexactly(_SECRET_BYTES)
-        except (OSError, EOFError):  # a timeout is an OSError
-            given = b""
-        if not hmac.compare_digest(given, secret):
-            writer.close()
-            return
-        _watch(writer)
-        await accept(reader, writer)
-
-    server = await asyncio.start_server(let_in, host, 0)
-    return server, NetAddress(host, server.sockets[0].getsockname()[1], secret.hex())
 
 
 def _watch(writer: asyncio.StreamWriter) -> None:
@@ -124,8 +77,10 @@ class NotSentError(LostError):
 
 @dataclass(slots=True)
 class _Waiting:
-    arrived: Callable[[Arrived], None] | None
-    reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    arrived: Callable[[wire.Arrived], None] | None
+    reply: asyncio.Future[wire.Reply] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class Moved(NamedTuple):
@@ -152,18 +107,26 @@ class Link:
         self._lost_by: type[LostError] = LostError
         self._difference: str | None = None
         self._num_received = self._num_written = 0
-        self._send(greeting(own_version()))
-        self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
+        self._send(wire.greeting(wire.own_version()))
+        self._reading = asyncio.create_task(self._read_all(), name="maxsimd-link")
 
     @classmethod
     async def open(cls, address: Address) -> "Link":
         """Raises LostError."""
         try:
-            return cls(*await connect(address))
+            if isinstance(address, UnixAddress):
+                return cls(*await asyncio.open_unix_connection(address.path))
+            async with asyncio.timeout(_SECRET_SECONDS):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+            _watch(writer)
+            writer.write(bytes.fromhex(address.secret))
+            return cls(reader, writer)
         except OSError as error:
             raise LostError(str(error)) from error
 
-    async def ask(self, question: Question, arrived: Callable[[Arrived], None] | None = None) -> Reply:
+    async def ask(
+        self, question: wire.Question, arrived: Callable[[wire.Arrived], None] | None = None
+    ) -> wire.Reply:
         """Returns the reply; `arrived` gets answers before the last. Cancelling cancels the work. Raises
         LostError."""
         if self._difference is not None:
@@ -174,11 +137,13 @@ class Link:
         number = self._numbered
         self._waiting[number] = waiting = _Waiting(arrived)
         try:
-            self._write(Ask(number, question))
+            self._send(wire.encode(wire.Ask(number, question)))
             return await waiting.reply
+        except OverflowError:
+            raise InvalidRequestError("a number is too large; give one of at most 64 bits") from None
         except asyncio.CancelledError:
             if not self._is_lost:
-                self._write(Cancel(number))
+                self._send(wire.encode(wire.Cancel(number)))
             raise
         finally:
             del self._waiting[number]
@@ -201,13 +166,6 @@ class Link:
         self._reading.cancel()
         await asyncio.wait({self._reading})
 
-    def _write(self, message: Ask | Cancel) -> None:
-        try:
-            encoded = encode(message)
-        except OverflowError:
-            raise InvalidRequestError("a number is too large; give one of at most 64 bits") from None
-        self._send(encoded)
-
     def _send(self, message: bytes) -> None:
         _write(self._writer, message)
         self._num_written += LENGTH_BYTES + len(message)
@@ -217,15 +175,15 @@ class Link:
         unsent = self._writer.transport.get_write_buffer_size()
         return Moved(self._num_received, self._num_written - unsent, unsent)
 
-    async def _read(self) -> None:
+    async def _read_all(self) -> None:
         try:
-            self._difference = difference(await self._read_message())
+            self._difference = wire.difference(await self._read_message())
             while self._difference is None:
-                reply = decode_to_front(await self._read_message())
+                reply = wire.decode_to_front(await self._read_message())
                 waiting = self._waiting.get(reply.number)
                 if waiting is None:
                     continue  # it was cancelled
-                if isinstance(reply.answer, Arrived):
+                if isinstance(reply.answer, wire.Arrived):
                     if waiting.arrived is not None:
                         waiting.arrived(reply.answer)
                 elif not waiting.reply.done():
@@ -245,10 +203,9 @@ class Link:
         return self._lost_by("the engine is gone or does not answer")
 
     async def _read_message(self) -> bytes:
-        length = int.from_bytes(await self._read_exactly(LENGTH_BYTES), "little")
-        return await self._read_exactly(length)
+        return await self._read(int.from_bytes(await self._read(LENGTH_BYTES), "little"))
 
-    async def _read_exactly(self, length: int) -> bytes:
+    async def _read(self, length: int) -> bytes:
         """Counts bytes as they come, because large messages take long. Raises EOFError and OSError."""
         pieces: list[bytes] = []
         while length:
@@ -272,7 +229,7 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-Send = Callable[[Answer], Awaitable[None]]
+Send = Callable[[wire.Answer], Awaitable[None]]
 
 
 class Door:
@@ -280,7 +237,9 @@ class Door:
     reply has `queued_tokens`. For one event loop."""
 
     def __init__(
-        self, answer: Callable[[Question, Send], Awaitable[Answer]], queued_tokens: Callable[[], int]
+        self,
+        answer: Callable[[wire.Question, Send], Awaitable[wire.Answer]],
+        queued_tokens: Callable[[], int],
     ) -> None:
         self._answer = answer
         self._queued_tokens = queued_tokens
@@ -295,9 +254,22 @@ class Door:
         self._server = await asyncio.start_unix_server(self._accept, path)
 
     async def open_port(self, host: str) -> NetAddress:
-        """Listens on a free port. Raises OSError."""
-        self._server, address = await listen_on_port(self._accept, host)
-        return address
+        """Listens on a free port with a secret of its own. Raises OSError."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+
+        async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            given = b""
+            with suppress(OSError, EOFError):  # a timeout is an OSError
+                async with asyncio.timeout(_SECRET_SECONDS):
+                    given = await reader.readexactly(_SECRET_BYTES)
+            if not hmac.compare_digest(given, secret):
+                writer.close()
+                return
+            _watch(writer)
+            await self._accept(reader, writer)
+
+        self._server = await asyncio.start_server(let_in, host, 0)
+        return NetAddress(host, self._server.sockets[0].getsockname()[1], secret.hex())
 
     async def until_left(self) -> None:
         """Returns when nobody is connected."""
@@ -319,13 +291,13 @@ class Door:
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             with suppress(OSError, EOFError, msgspec.DecodeError, asyncio.CancelledError):
-                _write(writer, greeting(own_version()))
-                different = difference(await read_message(reader))
+                _write(writer, wire.greeting(wire.own_version()))
+                different = wire.difference(await read_message(reader))
                 if different is not None:
                     self._refused.warning("a front that asks is refused: %s", different)
                 while different is None:
-                    message = decode_to_engine(await read_message(reader))
-                    if not isinstance(message, Ask):
+                    message = wire.decode_to_engine(await read_message(reader))
+                    if not isinstance(message, wire.Ask):
                         if message.number in tasks:
                             tasks[message.number].cancel()
                         continue
@@ -340,10 +312,10 @@ class Door:
                 self._left.set()
 
     async def _reply(
-        self, ask: Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
+        self, ask: wire.Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
     ) -> None:
-        async def send(answer: Answer) -> None:
-            _write(writer, encode(Reply(ask.number, answer, self._queued_tokens())))
+        async def send(answer: wire.Answer) -> None:
+            _write(writer, wire.encode(wire.Reply(ask.number, answer, self._queued_tokens())))
             await writer.drain()
 
         try:
@@ -353,6 +325,6 @@ class Door:
                 except OSError:
                     raise
                 except Exception as error:
-                    await send(as_failed(error))
+                    await send(wire.as_failed(error))
         finally:
             del tasks[ask.number]

@@ -1,14 +1,15 @@
 """Questions of fronts to engines and their answers, as msgpack. Errors are answers too."""
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
+import msgspec.inspect
 import numpy as np
 import torch
 
@@ -73,12 +74,14 @@ class SentQuery(msgspec.Struct, tag="query", frozen=True):
 class SentContent(msgspec.Struct, tag="content", frozen=True):
     """A query or document with pictures."""
 
-    # Kinds of `_PARTS`, and a text or a picture's file or its file in base64, or why there is none.
-    parts: list[tuple[str, Any]]
+    # Kinds by their places in `_PARTS`, and a text, a picture's file or its file in base64, or why there is
+    # none.
+    parts: list[tuple[int, Any]]
 
 
 SentItem: TypeAlias = str | SentBroken | SentVectors | SentQuery | SentContent
 SentInput: TypeAlias = str | list[int] | SentContent
+EmbedTask = Literal["embed", "token_embed", "sparse_embed"]
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -127,7 +130,7 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     texts: list[SentInput]
     run: Run
-    task: Literal["embed", "token_embed", "sparse_embed"] = "embed"
+    task: EmbedTask = "embed"
     input_type: InputType | None = None
     prompt_name: str | None = None
     dimensions: int | None = None
@@ -319,22 +322,10 @@ def _decoded(kind: Any, value: Any) -> Any:
 _GREETING = b"maxsimd "
 
 
-def _schema_of_others(kind: Any) -> dict[str, Any]:
-    """A stand-in for the schema of a type that `_encoded` writes."""
-    return {"title": str(kind)}
-
-
-def _without_description(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema without the docstring of its type. A field may have the same name."""
-    return {name: each for name, each in schema.items() if name != "description" or not isinstance(each, str)}
-
-
 @cache
 def own_version() -> str:
     """The version of this process: that of the package, and a digest of the format of its messages."""
-    _, schemas = msgspec.json.schema_components((Ask, Cancel, Reply), schema_hook=_schema_of_others)
-    encoded = msgspec.json.encode(schemas, order="deterministic")
-    format = json.dumps(json.loads(encoded, object_hook=_without_description))
+    format = repr(msgspec.inspect.multi_type_info([Ask, Cancel, Reply]))
     digest = hashlib.blake2b(format.encode(), digest_size=4).hexdigest()
     return f"{__version__} (messages {digest})"
 
@@ -355,22 +346,11 @@ def difference(first_message: bytes) -> str | None:
     return f"it runs maxsimd {other}, and this process {own}; run the same version everywhere"
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
-_to_engine = msgspec.msgpack.Decoder(Ask | Cancel, dec_hook=_decoded)
-_to_front = msgspec.msgpack.Decoder(Reply, dec_hook=_decoded)
-
-encode = _encoder.encode
-
-
-def decode_to_engine(message: bytes) -> Ask | Cancel:
-    """Raises msgspec.DecodeError."""
-    decoded: Ask | Cancel = _to_engine.decode(message)
-    return decoded
-
-
-def decode_to_front(message: bytes) -> Reply:
-    """Raises msgspec.DecodeError."""
-    return _to_front.decode(message)
+encode = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
+# Both raise msgspec.DecodeError.
+decode_to_engine: Callable[[bytes], Ask | Cancel]
+decode_to_engine = msgspec.msgpack.Decoder(Ask | Cancel, dec_hook=_decoded).decode
+decode_to_front = msgspec.msgpack.Decoder(Reply, dec_hook=_decoded).decode
 
 
 def sent_items(items: Sequence[Item]) -> list[SentItem]:
@@ -395,20 +375,10 @@ def sent_query(query: QueryRows) -> SentQuery:
 
 
 def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentInput]:
-    sent: list[SentInput] = []
-    for each in inputs:
-        match each:
-            case str():
-                sent.append(each)
-            case Content():
-                sent.append(_sent_content(each))
-            case _:
-                sent.append(list(each))
-    return sent
-
-
-def received_items(items: Sequence[SentItem]) -> list[Item]:
-    return [received_item(item) for item in items]
+    return [
+        _sent_content(each) if isinstance(each, Content) else each if isinstance(each, str) else list(each)
+        for each in inputs
+    ]
 
 
 def received_item(item: SentItem) -> Item:
@@ -420,13 +390,9 @@ def received_item(item: SentItem) -> Item:
         case SentContent():
             return _received_content(item)
         case SentQuery():
-            return received_query(item)
+            rows = torch.as_tensor(_received_vectors(item.rows).values)
+            return QueryRows(rows, tokens=item.tokens, truncated=item.truncated, fingerprint=item.fingerprint)
     return _received_vectors(item)
-
-
-def received_query(query: SentQuery) -> QueryRows:
-    rows = torch.as_tensor(_received_vectors(query.rows).values)
-    return QueryRows(rows, tokens=query.tokens, truncated=query.truncated, fingerprint=query.fingerprint)
 
 
 def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Content]:
@@ -449,28 +415,17 @@ def _received_vectors(item: SentVectors) -> Vectors:
     return Vectors(item.values, item.scales)
 
 
-_PARTS: dict[str, Callable[[Any], Any]] = {
-    "text": str,
-    "file": PictureFile,
-    "base64": EncodedPicture,
-    "missing": MissingPicture,
-}
+# The kinds of parts that can be sent, each made of one value.
+_PARTS: tuple[type, ...] = (str, PictureFile, EncodedPicture, MissingPicture)
 
 
 def _sent_content(content: Content) -> SentContent:
-    parts: list[tuple[str, Any]] = []
+    parts: list[tuple[int, Any]] = []
     for part in content.parts:
-        match part:
-            case str():
-                parts.append(("text", part))
-            case PictureFile():
-                parts.append(("file", part.data))
-            case EncodedPicture():
-                parts.append(("base64", part.text))
-            case MissingPicture():
-                parts.append(("missing", part.reason))
-            case _:
-                raise TypeError(f"{type(part).__name__} cannot be sent to another process")
+        if type(part) not in _PARTS:
+            raise TypeError(f"{type(part).__name__} cannot be sent to another process")
+        value = part if isinstance(part, str) else getattr(part, fields(part)[0].name)
+        parts.append((_PARTS.index(type(part)), value))
     return SentContent(parts)
 
 
@@ -495,14 +450,10 @@ _DOCUMENT = re.compile(r"\b(documents|text_pairs|input|texts)\[(\d+)\]")
 
 def as_failed(error: Exception) -> Failed:
     """An engine's error as data. Unexpected ones are logged here."""
-    match error:
-        case InvalidRequestError():
-            return Failed(kind="invalid", message=str(error), param=error.param)
-        case QueueFullError():
-            return Failed(kind="full", message=str(error), retry_after=error.retry_after, reason=error.reason)
     for kind, of_kind in _KINDS.items():
         if isinstance(error, of_kind):
-            return Failed(kind=kind, message=str(error))
+            stated = {name: value for name, value in vars(error).items() if name in Failed.__struct_fields__}
+            return Failed(kind=kind, message=str(error), **stated)
     log.exception("a request failed", exc_info=error)
     return Failed(kind="failed", message="the request failed inside of the engine; its log says why")
 
@@ -515,10 +466,6 @@ def as_error(failed: Failed) -> Exception:
         reason = cast("Refusal", failed.reason or "queue")
         return QueueFullError(failed.message, failed.retry_after, reason)
     return _KINDS.get(failed.kind, RequestFailedError)(failed.message)
-
-
-def renumbered(failed: Failed, indices: list[int]) -> Failed:
-    return msgspec.structs.replace(failed, message=in_whole(failed.message, indices))
 
 
 def in_whole(message: str, indices: list[int]) -> str:

@@ -15,13 +15,12 @@ from maxsimd.api.config import SetupError
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.fleet_engine import FleetEngine, FrontView, check_limits
 from maxsimd.api.fleet.link import Door, UnixAddress
-from maxsimd.api.fleet.roster import Roster
-from maxsimd.api.fleet.supervisor import Setup, read_setup, remove
+from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.fleet.supervisor import Setup, read_setup
 from maxsimd.api.http.sockets import max_connections, raise_descriptor_limit, tls_context
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.media import MediaSources
-from maxsimd.api.options import in_flags
 from maxsimd.api.process import (
     Stop,
     collect_when_quiet,
@@ -33,9 +32,9 @@ from maxsimd.api.process import (
     share_heaps,
     show_stacks_on_sigusr1,
 )
-from maxsimd.api.serve import run_server
+from maxsimd.api.serve import EngineDeaths, Loading, run_server
 from maxsimd.api.state import DroppedEvents
-from maxsimd.engine import Engine, ModelLoadError, Tenant
+from maxsimd.engine import Engine, Tenant
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices
 
@@ -56,14 +55,15 @@ def main() -> NoReturn:
         try:
             status = uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
         except Exception:
-            log.exception("the process ends by an error that nobody expected")
+            log.exception("an unexpected error ends the process")
             status = 1
     exit_at_once(status)
 
 
 async def _front(setup: Setup, started: float) -> int:
     timeout, is_alone = setup.server_config.replica_timeout_seconds, len(setup.front_paths) == 1
-    roster = Roster.of_paths(setup.engine_paths, timeout, is_alone)
+    listed = [Listed(slot, UnixAddress(path)) for slot, path in enumerate(setup.engine_paths)]
+    roster = Roster(listed, timeout=timeout, is_alone=is_alone)
     engine = FleetEngine(roster, caches_by_tenant=setup.engine_config.cache_by_tenant)
     try:
         _check(setup, engine)
@@ -73,9 +73,7 @@ async def _front(setup: Setup, started: float) -> int:
     others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
     view = FrontView(engine, lambda: setup.slot, lambda: others, setup.secret)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]
-    own = setup.front_paths[setup.slot]
-    remove(own)  # a front before this one may have left it
-    await view.door.open(own)
+    await view.door.open(setup.front_paths[setup.slot])
     with exiting_on_signals():
         await _connect(engine, setup.engine_paths)
     try:
@@ -110,14 +108,15 @@ async def _engine(setup: Setup, started: float) -> int:
     stop = Stop(setup.server_config.grace_seconds)
     engine = Engine(setup.engine_config)
     engine.metrics.registry.register(DroppedEvents())
-    if not await _loaded(engine, stop):
+    if not await Loading(engine, stop, EngineDeaths()).first():
         return 1
-    door = Door(EngineAnswers(engine), lambda: engine.stats().waiting_tokens if engine.is_healthy else 0)
+    answers = EngineAnswers(engine)
+    door = Door(answers, answers.queued_tokens)
     await door.open(setup.engine_paths[setup.slot])
     seconds = time.perf_counter() - started
     log.info("replica %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
     with postponed_garbage_collection():
-        collecting = asyncio.create_task(collect_when_quiet(lambda: _is_idle(engine), resident_bytes))
+        collecting = asyncio.create_task(collect_when_quiet(answers.is_idle, resident_bytes))
         ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.signaled())}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()
@@ -128,26 +127,6 @@ async def _engine(setup: Setup, started: float) -> int:
     await engine.stop(grace=0)
     stop.done()
     return 0 if engine.death is None else 1
-
-
-async def _loaded(engine: Engine, stop: Stop) -> bool:
-    """Loads the model. A signal ends the process meanwhile."""
-    start = asyncio.create_task(engine.start())
-    asked = asyncio.create_task(stop.signaled())
-    await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)
-    if not start.done():
-        exit_at_once(0)
-    asked.cancel()
-    try:
-        start.result()
-    except ModelLoadError as error:
-        log.error("%s", in_flags(str(error)))
-        return False
-    return True
-
-
-def _is_idle(engine: Engine) -> bool:
-    return engine.is_healthy and engine.stats().requests == 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet.link import (
     Address,
     Link,
@@ -16,16 +17,6 @@ from maxsimd.api.fleet.link import (
     NotSentError,
     OtherVersionError,
     SilentError,
-    UnixAddress,
-)
-from maxsimd.api.fleet.messages import (
-    ClearCache,
-    Failed,
-    Introduce,
-    Introduction,
-    Ping,
-    SetTenants,
-    as_error,
 )
 from maxsimd.api.logs import SeldomLogger
 from maxsimd.engine.config import EngineConfig
@@ -110,12 +101,6 @@ class Roster:
         self._served: dict[str, Served] = {}
         self.served: Served | None = None
 
-    @classmethod
-    def of_paths(cls, paths: Sequence[str], timeout: float = 5.0, is_alone: bool = True) -> "Roster":
-        """Engine i listens on path i."""
-        listed = [Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)]
-        return cls(listed, timeout=timeout, is_alone=is_alone)
-
     def start(self) -> None:
         self._is_started = True
         for address in self._listed.keys() - self._tasks.keys():
@@ -146,7 +131,6 @@ class Roster:
 
     @property
     def num_silent(self) -> int:
-        """Engines that did not answer in time and have not since."""
         return len(self._silent)
 
     @property
@@ -191,7 +175,7 @@ class Roster:
             return
         self.tenants = tenants
         for connected in self._connected.values():
-            self._in_background(_tell(connected.link, tenants))
+            self._in_background(_tell(connected.link, wire.SetTenants(tenants)))
 
     async def clear_caches(self) -> list[int]:
         """Clears all engines' caches. Returns the slots of late ones, which clear theirs as soon as they
@@ -228,11 +212,11 @@ class Roster:
         """Clears an engine's cache; returns its error."""
         self._uncleared.add(address)
         try:
-            answer = (await link.ask(ClearCache())).answer
+            answer = (await link.ask(wire.ClearCache())).answer
         except LostError as error:
             return error
-        if isinstance(answer, Failed):
-            return as_error(answer)
+        if isinstance(answer, wire.Failed):
+            return wire.as_error(answer)
         self._uncleared.discard(address)
         return None
 
@@ -294,8 +278,8 @@ class Roster:
 
     async def _use(self, address: Address, link: Link) -> None:
         """Returns when the engine is gone, silent, or unlisted and done."""
-        introduced = (await link.ask(Introduce())).answer
-        if not isinstance(introduced, Introduction):
+        introduced = (await link.ask(wire.Introduce())).answer
+        if not isinstance(introduced, wire.Introduction):
             raise LostError("the engine does not introduce itself")
         fingerprint = introduced.fingerprint
         if fingerprint not in self._served:
@@ -306,7 +290,7 @@ class Roster:
         while reported is not self.tenants or address in self._uncleared:
             await self._clear_if_late(address, link)
             reported = self.tenants
-            await _tell(link, reported)
+            await _tell(link, wire.SetTenants(reported))
         if address not in self._listed:
             return
         self._unlisted[address].clear()  # it may have been unlisted and listed again meanwhile
@@ -347,7 +331,7 @@ class Roster:
             if link.moved.shows_life(before):
                 ticks = 0
             elif ping is None or ping.done():
-                ticks, ping = 0, self._in_background(_ping(link))
+                ticks, ping = 0, self._in_background(_tell(link, wire.Ping()))
             else:
                 ticks += 1
 
@@ -374,13 +358,7 @@ class Roster:
         self._changed = asyncio.Event()
 
 
-async def _tell(link: Link, tenants: dict[str, Tenant]) -> None:
-    try:
-        await link.ask(SetTenants(tenants))
-    except LostError:
-        log.debug("a replica is gone before it knew its tenants")
-
-
-async def _ping(link: Link) -> None:
+async def _tell(link: Link, question: wire.Question) -> None:
+    """Asks a question whose answer says nothing."""
     with suppress(LostError):
-        await link.ask(Ping())
+        await link.ask(question)

@@ -3,39 +3,17 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from random import getrandbits
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet.link import LostError, NotSentError, SilentError
-from maxsimd.api.fleet.messages import (
-    Answer,
-    Arrived,
-    Classify,
-    Converse,
-    Embed,
-    Embedded,
-    EncodedQuery,
-    EncodeQuery,
-    Failed,
-    Question,
-    Reply,
-    Run,
-    Score,
-    Scored,
-    SentItem,
-    as_error,
-    in_whole,
-    renumbered,
-    sent_inputs,
-    sent_item,
-    sent_items,
-)
 from maxsimd.api.fleet.roster import Roster
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -57,20 +35,7 @@ from maxsimd.engine.requests import (
     as_truncation,
 )
 from maxsimd.pooling.vectors import Vectors
-from maxsimd.scheduler.fleet import (
-    Attempts,
-    FleetError,
-    Member,
-    Merge,
-    Part,
-    Planner,
-    Reach,
-    RetryBudget,
-    Send,
-    Split,
-    cells_of,
-    digest_of,
-)
+from maxsimd.scheduler import fleet as fleets
 
 # An engine hangs if it has not answered this many seconds after the deadline.
 _HANGS = 1.0
@@ -91,12 +56,12 @@ class Job:
 
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]
-    split: Split
+    split: fleets.Split
     timeout: float | None
     is_cached: bool
-    question: Callable[[NDArray[np.int64], float | None], Question]
-    commit: Callable[[NDArray[np.int64], Answer], None]
-    arrived: Callable[[NDArray[np.int64], Arrived], None] | None = None
+    question: Callable[[NDArray[np.int64], float | None], wire.Question]
+    commit: Callable[[NDArray[np.int64], wire.Answer], None]
+    arrived: Callable[[NDArray[np.int64], wire.Arrived], None] | None = None
     first: "Job | None" = None
     is_partial: bool = False
     deadly: str | None = None
@@ -106,14 +71,14 @@ class Job:
         cls,
         characters: int,
         timeout: float | None,
-        question: Callable[[NDArray[np.int64], float | None], Question],
-        commit: Callable[[NDArray[np.int64], Answer], None],
+        question: Callable[[NDArray[np.int64], float | None], wire.Question],
+        commit: Callable[[NDArray[np.int64], wire.Answer], None],
         deadly: str | None = None,
     ) -> "Job":
         """A question that is not split."""
         tokens = estimated_tokens([characters])
         digests = np.zeros(1, dtype=np.uint64)
-        return cls(digests, tokens, Split.NEVER, timeout, False, question, commit, deadly=deadly)
+        return cls(digests, tokens, fleets.Split.NEVER, timeout, False, question, commit, deadly=deadly)
 
 
 class Spreader:
@@ -123,9 +88,9 @@ class Spreader:
     def __init__(self, roster: Roster, patience: float) -> None:
         self._roster = roster
         self._patience = patience
-        self._planner = Planner()
+        self._planner = fleets.Planner()
         self.loads = self._planner.loads
-        self._budget = RetryBudget(spare=_SPARE_TRIES)
+        self._budget = fleets.RetryBudget(spare=_SPARE_TRIES)
 
     async def run(self, job: Job, least_tokens: int) -> None:
         """Returns when all documents are committed. Raises `Engine`'s errors, and ReplacedError."""
@@ -140,7 +105,7 @@ class Spreader:
         members = await self._members(deadline)
         documents, now = (job.digests, job.tokens, job.split), asyncio.get_running_loop().time()
         reach, parts = self._planner.plan(
-            cells_of(members), *documents, least_tokens, now, getrandbits(64), job.is_cached
+            fleets.cells_of(members), *documents, least_tokens, now, getrandbits(64), job.is_cached
         )
         if job.first is not None and len(parts) > 1:
             try:
@@ -150,9 +115,11 @@ class Spreader:
                     raise
         await self._run_parts(job, parts, reach, deadline)
 
-    async def _run_parts(self, job: Job, parts: list[Part], reach: Reach, deadline: float | None) -> None:
-        attempts = Attempts(parts, self._budget)
-        under_way: dict[asyncio.Task[Reply], Send] = {}
+    async def _run_parts(
+        self, job: Job, parts: list[fleets.Part], reach: fleets.Reach, deadline: float | None
+    ) -> None:
+        attempts = fleets.Attempts(parts, self._budget)
+        under_way: dict[asyncio.Task[wire.Reply], fleets.Send] = {}
         try:
             sends = attempts.begin()
             while True:
@@ -170,7 +137,7 @@ class Spreader:
                         if not job.is_partial:
                             raise
                         attempts.answered(send.attempt)
-        except FleetError as error:
+        except fleets.FleetError as error:
             if error.indices:
                 raise RequestFailedError(job.deadly or str(error)) from None
             raise EngineNotReadyError(str(error)) from None
@@ -182,12 +149,12 @@ class Spreader:
     async def _ended(
         self,
         job: Job,
-        attempts: Attempts,
-        reach: Reach,
-        send: Send,
-        task: "asyncio.Task[Reply]",
+        attempts: fleets.Attempts,
+        reach: fleets.Reach,
+        send: fleets.Send,
+        task: "asyncio.Task[wire.Reply]",
         deadline: float | None,
-    ) -> list[Send]:
+    ) -> list[fleets.Send]:
         """The next attempts after one that has ended."""
         error = task.exception()
         if isinstance(error, LostError):
@@ -203,7 +170,7 @@ class Spreader:
         if error is not None:
             raise error
         answer = task.result().answer
-        if not isinstance(answer, Failed):
+        if not isinstance(answer, wire.Failed):
             if attempts.answered(send.attempt):
                 job.commit(send.part.indices, answer)
                 if job.is_cached:
@@ -216,14 +183,17 @@ class Spreader:
             alive = self._roster.alike(send.member.fingerprint)
             try:
                 return attempts.full(send.attempt, answer.retry_after, alive)
-            except FleetError as error:
+            except fleets.FleetError as refused:
                 # The last refusal, with the longest wait.
-                raise as_error(msgspec.structs.replace(answer, retry_after=error.retry_after)) from None
+                raise wire.as_error(
+                    msgspec.structs.replace(answer, retry_after=refused.retry_after)
+                ) from None
         if answer.kind == "timeout":
             raise TimeoutError
-        raise as_error(renumbered(answer, send.part.indices.tolist()))
+        message = wire.in_whole(answer.message, send.part.indices.tolist())
+        raise wire.as_error(msgspec.structs.replace(answer, message=message))
 
-    async def _send(self, job: Job, send: Send, deadline: float | None) -> Reply:
+    async def _send(self, job: Job, send: fleets.Send, deadline: float | None) -> wire.Reply:
         """The engine enforces the deadline; the front does so somewhat later, in case the engine hangs."""
         connected = self._roster.connected(send.member)
         async with asyncio.timeout_at(None if deadline is None else deadline + _HANGS):
@@ -232,13 +202,13 @@ class Spreader:
                     return await self._ask(job, send, deadline)
             return await self._ask(job, send, deadline)
 
-    async def _ask(self, job: Job, send: Send, deadline: float | None) -> Reply:
+    async def _ask(self, job: Job, send: fleets.Send, deadline: float | None) -> wire.Reply:
         part, link = send.part, self._roster.connected(send.member).link
-        arrived: Callable[[Arrived], None] | None = None
+        arrived: Callable[[wire.Arrived], None] | None = None
         if job.arrived is not None:
             tell = job.arrived
 
-            def arrived(new: Arrived) -> None:
+            def arrived(new: wire.Arrived) -> None:
                 tell(part.indices, new)
 
         queued = None
@@ -251,11 +221,13 @@ class Spreader:
         finally:
             self.loads.answered(send.member, part.weight, queued)
 
-    async def _members(self, deadline: float | None) -> tuple[Member, ...]:
+    async def _members(self, deadline: float | None) -> tuple[fleets.Member, ...]:
         await self._until(self._roster.until_another(set()), deadline)
         return self._roster.members
 
-    async def _others(self, attempts: Attempts, send: Send, deadline: float | None) -> tuple[Member, ...]:
+    async def _others(
+        self, attempts: fleets.Attempts, send: fleets.Send, deadline: float | None
+    ) -> tuple[fleets.Member, ...]:
         """Engines that may take a failed attempt's part, once there are some."""
         fingerprint, avoided = send.member.fingerprint, attempts.avoided(send.attempt)
         await self._until(self._roster.until_another(avoided, fingerprint), deadline)
@@ -274,10 +246,10 @@ class Spreader:
             raise EngineNotReadyError("no engine is there; try again shortly") from None
 
 
-def _by_one(job: Job, parts: list[Part]) -> Part:
+def _by_one(job: Job, parts: list[fleets.Part]) -> fleets.Part:
     """A whole job for the engine with the heaviest part."""
     members = max(parts, key=lambda part: part.weight).members
-    return Part(members, np.arange(len(job.digests)), int(job.tokens.sum()), is_whole=True)
+    return fleets.Part(members, np.arange(len(job.digests)), int(job.tokens.sum()), is_whole=True)
 
 
 def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
@@ -285,42 +257,6 @@ def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
 
 
 _DEADLY = "three engines died while they encoded the query; send another one"
-
-
-class SharedQuery:
-    """A request's one query: the first engine encodes it and each part brings the embedding, so that all
-    documents meet the same vectors."""
-
-    def __init__(self, query: Item, size: int, options: ScoreOptions) -> None:
-        self._query = query
-        self._size = size
-        self._options = options
-        self._sent: SentItem = sent_item(query)
-        self._is_encoded = False
-
-    @property
-    def sent(self) -> SentItem:
-        return self._sent
-
-    @property
-    def instruction(self) -> str | None:
-        """Belongs to the query once that is encoded."""
-        return None if self._is_encoded else self._options["instruction"]
-
-    def job(self) -> Job:
-        """Has the query encoded."""
-        timeout = self._options["timeout"]
-        return Job.of_one(self._size, timeout, self._question, self._commit, deadly=_DEADLY)
-
-    def _question(self, indices: NDArray[np.int64], left: float | None) -> EncodeQuery:
-        run, instruction = run_of(self._options, left), self._options["instruction"]
-        return EncodeQuery(query=sent_item(self._query), run=run, instruction=instruction)
-
-    def _commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
-        self._sent = cast("EncodedQuery", answer).query
-        self._is_encoded = True
-
-
 # Estimated cost of a picture, in characters.
 _PICTURE = 4_096
 # Most tokens of prompts and markers around a text.
@@ -329,8 +265,13 @@ MOST_AROUND = 1_024
 NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
 
 
+# Options of `Engine.score` that are sent as they are.
+_SENT_AS_THEY_ARE = ("use_activation", "normalize", "cache", "on_timeout", "on_error", "explain")
+
+
 class ScoreJob:
-    """A score request: its split, its parts' questions and its merged result."""
+    """A score request: its split, its parts' questions and its merged result. In several parts a query that
+    has an embedding is encoded once, so that all documents meet the same vectors."""
 
     def __init__(self, facts: ModelFacts, queries: Any, documents: Any, options: ScoreOptions) -> None:
         """Raises InvalidRequestError."""
@@ -339,11 +280,9 @@ class ScoreJob:
         self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
         self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
         self._options = options
-        self._query: SharedQuery | None = None
-        if self.split is Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
-            self._query = SharedQuery(self.queries[0], size_of(self.queries[0]), options)
-        self._merge = Merge(len(self.documents))
-        self._ranking = Merge(len(self.documents))
+        self._encoded: wire.SentItem | None = None
+        self._merge = fleets.Merge(len(self.documents))
+        self._ranking = fleets.Merge(len(self.documents))
         self._results: list[ScoreResult] = []
         self._is_partial = options["on_timeout"] == "partial"
         self._arrived: dict[int, float] = {}
@@ -354,25 +293,38 @@ class ScoreJob:
     def job(self, arrived: NewScores | None = None) -> Job:
         """`arrived` gets scores as they come, some more than once."""
 
-        def part_arrived(indices: NDArray[np.int64], new: Arrived) -> None:
+        def part_arrived(indices: NDArray[np.int64], new: wire.Arrived) -> None:
             assert arrived is not None
-            whole = [int(indices[i]) for i in new.indices]
-            why = {int(indices[i]): each for i, each in new.result.explanations.items()}
+            given = indices.tolist()
+            whole = [given[i] for i in new.indices]
+            why = {given[i]: each for i, each in new.result.explanations.items()}
             self._arrived.update(zip(whole, new.result.scores, strict=True))
             arrived(whole, new.result.scores, why)
 
+        timeout, split = self._options["timeout"], self.split
+        encoding = None
+        if split is fleets.Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
+            size = size_of(self.queries[0])
+            encoding = Job.of_one(size, timeout, self._encode_query, self._query_encoded, _DEADLY)
         return Job(
             np.array([_item_digest(each) for each in self.documents], dtype=np.uint64),
             estimated_tokens([size_of(each) for each in self.documents]),
-            self.split,
-            self._options["timeout"],
-            self.split is Split.BY_OWNER and self._options["cache"] != "bypass",
+            split,
+            timeout,
+            split is fleets.Split.BY_OWNER and self._options["cache"] != "bypass",
             lambda indices, left: self.question(indices, left, streams=arrived is not None),
             self.commit,
             None if arrived is None else part_arrived,
-            None if self._query is None else self._query.job(),
+            encoding,
             is_partial=self._is_partial,
         )
+
+    def _encode_query(self, indices: NDArray[np.int64], left: float | None) -> wire.EncodeQuery:
+        run, instruction = run_of(self._options, left), self._options["instruction"]
+        return wire.EncodeQuery(query=wire.sent_item(self.queries[0]), run=run, instruction=instruction)
+
+    def _query_encoded(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        self._encoded = cast("wire.EncodedQuery", answer).query
 
     @property
     def most_tokens(self) -> int:
@@ -381,7 +333,7 @@ class ScoreJob:
         return sum(_most_tokens(each) + of_query + MOST_AROUND for each in self.documents)
 
     @property
-    def split(self) -> Split:
+    def split(self) -> fleets.Split:
         """Listwise models, explanations, N:N pairs and windows need the whole request at one engine. (A
         window may have many times a document's tokens.)"""
         options = self._options
@@ -392,53 +344,46 @@ class ScoreJob:
             or options["explain"]
             or as_truncation(options["truncation"]).windows
         ):
-            return Split.NEVER
-        return Split.BY_TOKENS if self._facts.score_type is ScoreType.CROSS_ENCODER else Split.BY_OWNER
-
-    def question(self, indices: NDArray[np.int64], left: float | None, *, streams: bool = False) -> Score:
-        options = self._options
-        documents = [self.documents[i] for i in indices.tolist()]
-        return Score(
-            queries=sent_items(self.queries) if self._query is None else [self._query.sent],
-            documents=sent_items(documents),
-            run=run_of(options, left),
-            use_activation=options["use_activation"],
-            normalize=options["normalize"],
-            instruction=options["instruction"] if self._query is None else self._query.instruction,
-            cache=options["cache"],
-            on_timeout=options["on_timeout"],
-            on_error=options["on_error"],
-            explain=options["explain"],
-            streams=streams,
+            return fleets.Split.NEVER
+        return (
+            fleets.Split.BY_TOKENS
+            if self._facts.score_type is ScoreType.CROSS_ENCODER
+            else fleets.Split.BY_OWNER
         )
 
-    def commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
-        result = cast("Scored", answer).result
+    def question(
+        self, indices: NDArray[np.int64], left: float | None, *, streams: bool = False
+    ) -> wire.Score:
+        options: Mapping[str, Any] = self._options
+        return wire.Score(
+            queries=wire.sent_items(self.queries) if self._encoded is None else [self._encoded],
+            documents=wire.sent_items([self.documents[i] for i in indices.tolist()]),
+            run=run_of(options, left),
+            # It is a part of an encoded query.
+            instruction=options["instruction"] if self._encoded is None else None,
+            streams=streams,
+            **{name: options[name] for name in _SENT_AS_THEY_ARE},
+        )
+
+    def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        result = cast("wire.Scored", answer).result
+        whole = indices.tolist()
         self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
         self._ranking.commit(indices, np.array(result.ranking_scores, dtype=np.float64))
         self._results.append(result)
-        self._errors |= {
-            int(indices[i]): in_whole(reason, indices.tolist()) for i, reason in result.errors.items()
-        }
-        self._unscored += [int(indices[i]) for i in result.unscored]
-        self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
+        self._errors |= {whole[i]: wire.in_whole(reason, whole) for i, reason in result.errors.items()}
+        self._unscored += [whole[i] for i in result.unscored]
+        self._explanations |= {whole[i]: why for i, why in result.explanations.items()}
 
     def result(self) -> ScoreResult:
         """One score per document. The query counts once. Partial results may lack parts."""
         if self._is_partial and len(late := self._merge.missing):
             scores = [self._arrived.get(i, math.nan) for i in late.tolist()]
             unscored = tuple(i for i, score in enumerate(scores) if math.isnan(score))
-            self.commit(late, Scored(ScoreResult(scores, Usage(0), 0, unscored)))
+            self.commit(late, wire.Scored(ScoreResult(scores, Usage(0), 0, unscored)))
         results = self._results
-        # A part that ran out of time has read no query.
-        of_query = max(each.usage.query_tokens for each in results)
+        usage = _total([each.usage for each in results])
         truncated_queries = max(each.truncated_queries for each in results)
-        usage = Usage(
-            sum(each.usage.prompt_tokens - each.usage.query_tokens for each in results) + of_query,
-            sum(each.usage.cached_tokens for each in results),
-            sum(each.usage.cached_documents for each in results),
-            of_query,
-        )
         return ScoreResult(
             self._merge.result().tolist(),
             usage,
@@ -452,25 +397,30 @@ class ScoreJob:
         )
 
 
+def _total(parts: list[Usage]) -> Usage:
+    """Of parts that have the same query, which counts once. One that ran out of time has read none."""
+    of_query = max(each.query_tokens for each in parts)
+    prompt_tokens = sum(each.prompt_tokens - each.query_tokens for each in parts) + of_query
+    cached = sum(each.cached_tokens for each in parts), sum(each.cached_documents for each in parts)
+    return Usage(prompt_tokens, *cached, of_query)
+
+
 def slowest(timings: list[Timings]) -> Timings:
     """The maxima of parts that ran side by side."""
-    return Timings(
-        max(each.queue for each in timings),
-        max(each.tokenise for each in timings),
-        max(each.model for each in timings),
-        max(each.score for each in timings),
-    )
+    return Timings(*map(max, *map(astuple, timings))) if len(timings) > 1 else timings[0]
 
 
 def _item_digest(item: Item) -> int:
     """By content; embeddings are not cached and go by identity."""
     if isinstance(item, str):
-        return digest_of(item)
+        return fleets.digest_of(item)
     return id(item) if isinstance(item, Vectors) else digest_of_content(item)
 
 
 def digest_of_content(content: Content) -> int:
-    return digest_of("\0".join(part if isinstance(part, str) else _named(part) for part in content.parts))
+    return fleets.digest_of(
+        "\0".join(part if isinstance(part, str) else _named(part) for part in content.parts)
+    )
 
 
 def _named(picture: AnyPicture) -> str:
@@ -526,7 +476,7 @@ class EmbedJob:
         return Job(
             np.array([_input_digest(text) for text in self.texts], dtype=np.uint64),
             estimated_tokens([_input_size(text) for text in self.texts]),
-            Split.BY_OWNER if is_cached else Split.BY_TOKENS,
+            fleets.Split.BY_OWNER if is_cached else fleets.Split.BY_TOKENS,
             self._run.timeout,
             is_cached,
             self._question,
@@ -538,8 +488,8 @@ class EmbedJob:
         """Upper bound."""
         return sum(_most_tokens(text) + MOST_AROUND for text in self.texts)
 
-    def question_of_all(self, task: Literal["embed", "token_embed", "sparse_embed"]) -> Embed:
-        return Embed(texts=sent_inputs(self.texts), run=self._run, task=task, **self._options)
+    def question_of_all(self, task: wire.EmbedTask) -> wire.Embed:
+        return wire.Embed(texts=wire.sent_inputs(self.texts), run=self._run, task=task, **self._options)
 
     def result(self) -> EmbedResult:
         results = [result for _, result in self._parts]
@@ -548,32 +498,27 @@ class EmbedJob:
         rows = np.empty((len(self.texts), results[0].embeddings.shape[1]), dtype=np.float32)
         for indices, result in self._parts:
             rows[indices] = result.embeddings
-        usage = Usage(
-            sum(each.usage.prompt_tokens for each in results),
-            sum(each.usage.cached_tokens for each in results),
-            sum(each.usage.cached_documents for each in results),
-        )
+        usage, timings = _total([each.usage for each in results]), slowest([each.timings for each in results])
         truncated = sum(each.truncated for each in results)
-        timings = slowest([each.timings for each in results])
         return EmbedResult(rows, usage, truncated, timings, results[0].encoding)
 
-    def _question(self, indices: NDArray[np.int64], left: float | None) -> Embed:
-        texts = sent_inputs([self.texts[i] for i in indices.tolist()])
+    def _question(self, indices: NDArray[np.int64], left: float | None) -> wire.Embed:
+        texts = wire.sent_inputs([self.texts[i] for i in indices.tolist()])
         run = msgspec.structs.replace(self._run, timeout=left)
-        return Embed(texts=texts, run=run, **self._options)
+        return wire.Embed(texts=texts, run=run, **self._options)
 
-    def _commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
-        self._parts.append((indices, cast("Embedded", answer).result))
+    def _commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        self._parts.append((indices, cast("wire.Embedded", answer).result))
 
 
-def run_of(options: Mapping[str, Any], left: float | None) -> Run:
+def run_of(options: Mapping[str, Any], left: float | None) -> wire.Run:
     truncation = as_truncation(options.get("truncation", "cut"))
-    return Run(truncation, options.get("priority", 0), options.get("tenant", ""), left)
+    return wire.Run(truncation, options.get("priority", 0), options.get("tenant", ""), left)
 
 
-def num_characters(question: Converse | Classify | Embed) -> int:
+def num_characters(question: wire.Converse | wire.Classify | wire.Embed) -> int:
     """Cost, as characters of a text."""
-    if isinstance(question, Converse):
+    if isinstance(question, wire.Converse):
         return sum(len(message["content"]) for message in question.messages)
     return sum(len(text) if isinstance(text, str) else 0 for text in question.texts)
 
@@ -581,7 +526,7 @@ def num_characters(question: Converse | Classify | Embed) -> int:
 def _input_digest(text: str | tuple[int, ...] | Content) -> int:
     if isinstance(text, Content):
         return digest_of_content(text)
-    return digest_of(text if isinstance(text, str) else repr(text))
+    return fleets.digest_of(text if isinstance(text, str) else repr(text))
 
 
 def _input_size(text: str | tuple[int, ...] | Content) -> int:

@@ -55,11 +55,6 @@ def read_setup() -> Setup:
     return setup
 
 
-def remove(path: str) -> None:
-    """Removes the socket that an earlier process has left."""
-    Path(path).unlink(missing_ok=True)
-
-
 def _leave_with_parent() -> None:
     while os.read(0, 1):
         pass
@@ -142,28 +137,22 @@ class _Fleet:
         threads = engine_config.threads or max(1, usable_cores().threads // server_config.replicas)
         secret = secrets.token_bytes(32)
         setup = Setup(False, 0, engine_paths, front_paths, numbers, engine_config, server_config, secret)
-        engines = [
-            replace(
-                setup,
-                slot=slot,
-                engine_config=replace(
-                    engine_config, device=devices[slot % len(devices)].strip(), threads=threads
-                ),
-            )
-            for slot in range(server_config.replicas)
-        ]
-        fronts = [replace(setup, is_front=True, slot=slot) for slot in range(server_config.fronts)]
+        self._engines, self._fronts = list[_Process](), list[_Process]()
+        for slot in range(server_config.replicas):
+            own = replace(engine_config, device=devices[slot % len(devices)].strip(), threads=threads)
+            self._engines.append(_Process(replace(setup, slot=slot, engine_config=own)))
+        for slot in range(server_config.fronts):
+            self._fronts.append(_Process(replace(setup, is_front=True, slot=slot)))
         self._sockets = sockets
-        self._drain, self._grace = server_config.drain_seconds, server_config.grace_seconds
-        self._engines = [_Process(each) for each in engines]
-        self._fronts = [_Process(each) for each in fronts]
+        self._is_asked = asyncio.Event()
+        self._signal = signal.SIGINT  # without a signal there is nothing to drain
+        self._seconds = server_config.drain_seconds + server_config.grace_seconds + _MARGIN_SECONDS
 
     async def run(self) -> int:
         """Returns on a signal, or when no engine or no front can be started."""
-        stop = _Asked()
         loop = asyncio.get_running_loop()
         for number in handled_signals():
-            loop.add_signal_handler(number, stop.ask, number)
+            loop.add_signal_handler(number, self._handle_signal, number)
         show_stacks_on_sigusr1(also=self._show_stacks)
         engines = [asyncio.create_task(each.live()) for each in self._engines]
         # Only the first front reports a wrong configuration.
@@ -171,15 +160,14 @@ class _Fleet:
         fronts = [first, *(asyncio.create_task(self._after(first, each)) for each in self._fronts[1:])]
         living = [*engines, *fronts]
         ends: list[asyncio.Future[Any]] = [
-            asyncio.create_task(stop.event.wait()),
+            asyncio.create_task(self._is_asked.wait()),
             asyncio.gather(*engines, return_exceptions=True),
             asyncio.gather(*fronts, return_exceptions=True),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Fronts end first: they need the engines to finish their requests.
-        seconds = self._drain + self._grace + _MARGIN_SECONDS
-        for processes, most in ((self._fronts, seconds), (self._engines, _ENGINE_SECONDS)):
-            ending = [asyncio.create_task(each.end(most, stop.number)) for each in processes]
+        for processes, most in ((self._fronts, self._seconds), (self._engines, _ENGINE_SECONDS)):
+            ending = [asyncio.create_task(each.end(most, self._signal)) for each in processes]
             await asyncio.sleep(0)
             # Refuses connections once the fronts have closed theirs.
             for listening in self._sockets:
@@ -187,7 +175,14 @@ class _Fleet:
             await asyncio.gather(*ending)
         for task in (*living, *ends):
             task.cancel()
-        return 0 if stop.event.is_set() else 1
+        return 0 if self._is_asked.is_set() else 1
+
+    def _handle_signal(self, number: signal.Signals) -> None:
+        if self._is_asked.is_set():
+            log.warning("stopped at once by a second signal")
+            exit_at_once(128 + number)  # and with it all others, whose input ends
+        self._signal = number
+        self._is_asked.set()
 
     def _show_stacks(self) -> None:
         """Skips processes that are starting: the signal would end them."""
@@ -203,26 +198,13 @@ class _Fleet:
         await other.live()
 
 
-class _Asked:
-    """The first signal sets `event`; a second ends the fleet at once."""
-
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-        self.number = signal.SIGINT  # without a signal there is nothing to drain
-
-    def ask(self, number: signal.Signals) -> None:
-        if self.event.is_set():
-            log.warning("stopped at once by a second signal")
-            exit_at_once(128 + number)  # and with it all others, whose input ends
-        self.number = number
-        self.event.set()
-
-
 class _Process:
     """One process of the fleet and its replacements."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        paths = setup.front_paths if setup.is_front else setup.engine_paths
+        self._path = Path(paths[setup.slot])
         self._name = f"{'front' if setup.is_front else 'replica'} {setup.slot}"
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
@@ -272,9 +254,7 @@ class _Process:
 
     async def _run(self) -> int:
         """Returns the exit status."""
-        paths = self._setup.front_paths if self._setup.is_front else self._setup.engine_paths
-        path = paths[self._setup.slot]
-        remove(path)
+        self._path.unlink(missing_ok=True)  # an earlier process may have left it
         self.is_ready = False
         self._process = await asyncio.create_subprocess_exec(
             # The name is for the list of processes.
@@ -287,13 +267,9 @@ class _Process:
         self._process.stdin.write(self._setup.encoded())
         ended = asyncio.create_task(self._process.wait())
         while not ended.done():
-            self.is_ready = self.is_ready or _is_there(path)
+            self.is_ready = self.is_ready or self._path.exists()
             await asyncio.wait({ended}, timeout=None if self.is_ready else _LOOK_SECONDS)
         return ended.result()
-
-
-def _is_there(path: str) -> bool:
-    return os.path.exists(path)
 
 
 def _reason(status: int) -> str:

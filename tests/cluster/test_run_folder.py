@@ -39,7 +39,7 @@ def _input(folder: Path, kind: str, rows: int) -> Path:
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_shards_have_every_row_once_and_in_order(tmp_path: Path, kind: str, rows: int) -> None:
     format: score_files.Format = score_files.ParquetShards() if kind == "parquet" else JsonlShards()
-    shards = score_files.cut_files(format, [_input(tmp_path, kind, rows)], 10)
+    shards = Work(EngineConfig(), Files.of(_input(tmp_path, kind, rows)), "q", {}, 10).shards()
     assert [shard.rows for shard in shards] == [10] * (rows // 10) + [rows % 10] * (rows % 10 > 0)
     out = tmp_path / "out"
     out.mkdir()
@@ -68,7 +68,7 @@ def test_a_shard_is_complete_or_not_there(tmp_path: Path) -> None:
     assert list(out.iterdir()) == []
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="its first line is no JSON: maximum recursion"):
-        JsonlShards().check(path, True)
+        JsonlShards().names(path)
 
 
 def _folder(path: Path, digest: str = "a", resume: bool = True) -> RunFolder:

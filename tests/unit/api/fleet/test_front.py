@@ -23,7 +23,6 @@ from maxsimd.api.fleet.fleet_engine import FleetEngine, joined
 from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress, read_message
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import ScoreJob
-from maxsimd.api.fleet.supervisor import remove
 from maxsimd.engine import Engine, EngineConfig, errors
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales
@@ -88,7 +87,6 @@ class StandIn:
         await self.door.open(self.path)
 
     async def die(self) -> None:
-        remove(self.path)
         await self.door.close()
 
     async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
@@ -144,7 +142,8 @@ async def fleet(
     for engine in engines:
         engine.score_type = score_type
         await engine.door.open(engine.path)
-    front = FleetEngine(Roster.of_paths([engine.path for engine in engines], timeout, is_alone))
+    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
+    front = FleetEngine(Roster(listed, timeout=timeout, is_alone=is_alone))
     await front.start()
     await until(lambda: front.size == (count, count))
     try:
@@ -660,7 +659,7 @@ def test_what_is_sent_is_received() -> None:
     assert isinstance(received, wire.Ask)
     assert isinstance(received.question, wire.Score)
     assert received.question.instruction == "i"
-    for sent, got in zip(documents, wire.received_items(received.question.documents), strict=True):
+    for sent, got in zip(documents, map(wire.received_item, received.question.documents), strict=True):
         assert type(got) is type(sent)
         if isinstance(got, QueryRows):
             assert (got.tokens, got.truncated, got.fingerprint) == (2**40, True, "f")
@@ -682,8 +681,8 @@ def test_errors_survive_the_way() -> None:
         back = wire.as_error(wire.as_failed(error))
         assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
     failed = wire.as_failed(errors.InvalidRequestError("documents[1] is like queries[1]", "documents"))
-    assert wire.renumbered(failed, [4, 9]).message == "documents[9] is like queries[1]"
-    assert wire.renumbered(failed, [4]).message == failed.message, "a number that is none of its documents"
+    assert wire.in_whole(failed.message, [4, 9]) == "documents[9] is like queries[1]"
+    assert wire.in_whole(failed.message, [4]) == failed.message, "a number that is none of its documents"
 
 
 def test_pages_of_metrics_are_one() -> None:
