@@ -1,5 +1,6 @@
 """Describes what the engine would do with a model, without serving it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from maxsimd.engine.device.load import DeviceModel, prepare
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import choose_device
 from maxsimd.engine.media import Picture
+from maxsimd.engine.ops.cpu.blocks import BlockTensor
 from maxsimd.engine.processors.registry import check_room
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, in_library_terms, probe_sequences
@@ -69,6 +71,13 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     model = replace(model, reader=None)  # it holds the library's model
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
+    in_blocks = [
+        weight
+        for module in model.backbone.modules()
+        if isinstance(weight := getattr(module, "weight", None), BlockTensor)
+        # int8 layers have weights of their own.
+        and (config.quantization == "none" or isinstance(module, torch.nn.Embedding))
+    ]
     prepared = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer)
     check_room(model, tokenizer, prepared.step_tokens, prepared.runner.chunked)
     # Preparing removes a pooler that the heads replace, and renames layers: count by the names that remain.
@@ -88,7 +97,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "attention": "causal, prefilled in chunks" if prepared.runner.chunked else _attention(model),
         "execution": _execution(prepared),
         "precision": _precision(prepared, model),
-        "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights) / 1e6:.1f} MB",
+        "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights, in_blocks) / 1e6:.1f} MB",
         "device": str(device),
         "kernels": kernels_in_words(device, prepared.attention, prepared.maxsim_name),
         "unknown keys": list(model.unknown_keys),
@@ -304,8 +313,10 @@ def _precision(prepared: DeviceModel, model: LoadedModel) -> str:
     return f"{prepared.dtype_name}{linear} (in the file: {stored})"
 
 
-def _bytes(prepared: DeviceModel, weights: int) -> int:
-    return (weights - prepared.quantized) * prepared.dtype.itemsize + prepared.quantized
+def _bytes(prepared: DeviceModel, weights: int, in_blocks: Sequence[BlockTensor]) -> int:
+    plain = weights - prepared.quantized - sum(each.numel() for each in in_blocks)
+    stored = prepared.quantized + sum(each.num_bytes for each in in_blocks)
+    return plain * prepared.dtype.itemsize + stored
 
 
 def _name(dtype: torch.dtype) -> str:

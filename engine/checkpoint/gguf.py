@@ -4,6 +4,7 @@ becomes the folder that its model is published as; transformers is handed its we
 Source: the specification of the format (github.com/ggml-org/ggml, docs/gguf.md) and llama.cpp's conversion
 scripts, whose changes to names and weights are taken back here. The package gguf reads the file."""
 
+import functools
 import json
 import logging
 import re
@@ -11,10 +12,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +24,7 @@ from maxsimd.engine.checkpoint.detect import says_both_ways
 from maxsimd.engine.checkpoint.translate import write_modules
 from maxsimd.engine.checkpoint.weights import StoredWeights
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.ops.cpu.blocks import KINDS, BlockTensor, can_stay
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +38,9 @@ _OF_JINA = "<|rerank_token|>"
 # Files beside it that say how the model is used.
 _SAYING_HOW = (_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 
+_PLAIN = ("F32", "F16", "BF16")
 # The kinds of blocks that tests prove to be read as llama.cpp's own definition has them.
-PROVEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
+PROVEN = (*_PLAIN, "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
 
 
 class GgufFile:
@@ -99,9 +102,9 @@ class GgufFile:
         kinds = sorted({tensor.tensor_type.name for tensor in self._reader.tensors})
         return f"GGUF: {', '.join(kinds)}"
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor by its name, dequantized to float32. Raises ModelLoadError for a kind of blocks that
-        is not proven."""
+    def tensors(self, in_blocks: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor by its name, as float32: with `in_blocks` quantized matrices stay in their blocks where
+        our kernels multiply them so. Raises ModelLoadError for a kind of blocks that is not proven."""
         from gguf.quants import dequantize
 
         for tensor in self._reader.tensors:
@@ -112,8 +115,38 @@ class GgufFile:
                     + ", ".join(PROVEN)
                 )
             shape = tuple(int(size) for size in reversed(tensor.shape))
+            is_quantized = kind.name not in _PLAIN and len(shape) == 2
+            if in_blocks and is_quantized and can_stay(kind.name, shape[1]) and _is_unpacked_alike(kind.name):
+                yield tensor.name, BlockTensor.of(kind.name, self._bytes_of(tensor, shape[0]))
+                continue
             values = torch.from_numpy(dequantize(tensor.data, kind).astype("float32"))
             yield tensor.name, values.reshape(shape)
+
+    def _bytes_of(self, tensor: Any, rows: int) -> torch.Tensor:
+        """The blocks of a matrix [rows, bytes], read into memory of our own: a mapped file would count twice,
+        and others can change it."""
+        stored = np.fromfile(self.path, np.uint8, count=tensor.n_bytes, offset=tensor.data_offset)
+        if len(stored) != tensor.n_bytes:
+            raise ModelLoadError(f"{self.path} ends within its tensor {tensor.name}; download it again")
+        return torch.from_numpy(stored).view(rows, -1)
+
+
+@functools.cache
+def _is_unpacked_alike(kind: str) -> bool:
+    """Whether our kernel takes random blocks apart as the package gguf does, to the last bit."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    number, values, size = KINDS[kind]
+    spans = max(1, 256 // values)
+    stored = np.random.default_rng(0).integers(0, 256, (64, spans * size), np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(dequantize(stored, GGMLQuantizationType(number)))
+    found = BlockTensor.of(kind, torch.from_numpy(stored)).numbers()
+    alike = torch.equal(found.nan_to_num(nan=0.5), expected.nan_to_num(nan=0.5))
+    if not alike:
+        log.warning("weights in %s are expanded: our kernel reads them in another way than gguf", kind)
+    return alike
 
 
 Config = dict[str, Any]
@@ -278,8 +311,7 @@ def _in_halves(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
     if ".attn_q." not in name and ".attn_k." not in name:
         return tensor
     heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
-    paired = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
-    return paired.transpose(1, 2).reshape(tensor.shape)
+    return tensor[torch.arange(len(tensor)).view(heads, -1, 2).transpose(1, 2).reshape(-1)]
 
 
 def _around_zero(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
@@ -322,12 +354,12 @@ def refuse_unnamed(file: GgufFile, family: Family) -> None:
         )
 
 
-def read_tensors(file: GgufFile, family: Family, config: Config) -> dict[str, torch.Tensor]:
-    """All tensors, float32, as they were before the conversion. Raises ModelLoadError for what
-    `GgufFile.tensors` does not read."""
+def read_tensors(file: GgufFile, family: Family, config: Config, in_blocks: bool) -> dict[str, torch.Tensor]:
+    """All tensors, float32, as they were before the conversion; with `in_blocks` those of a decoder as
+    `GgufFile.tensors` keeps them. Raises ModelLoadError for what that does not read."""
     prefix = family.prefix if config["architectures"][0] == family.whole else ""
     tensors = {}
-    for name, stored in file.tensors():
+    for name, stored in file.tensors(in_blocks and family.causal):
         published = _published(name, family)
         assert published is not None
         own = published if published.startswith("classifier.") else prefix + published
@@ -354,23 +386,26 @@ def _output_layer(file: GgufFile, tensors: dict[str, torch.Tensor], answers: tor
     if labels != ["yes", "no"] or len(answers) != len(labels):
         raise ModelLoadError(f"{file.path} answers with {labels}; a reranker that answers yes or no is read")
     words = file.get("tokenizer.ggml.tokens")
-    rows = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).clone()
-    for label, answer in zip(labels, answers, strict=True):
-        rows[words.index(label)] = answer
-    return rows
+    rows = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    if isinstance(rows, BlockTensor) and not isinstance(answers, BlockTensor):
+        answers = BlockTensor.of("F32", answers.contiguous().view(torch.uint8))
+    order = torch.arange(len(rows))
+    order[[words.index(label) for label in labels]] = len(rows) + torch.arange(len(labels))
+    return torch.cat([rows, answers])[order]
 
 
 @contextmanager
-def from_gguf(model: str) -> Iterator[tuple[str, StoredWeights | None]]:
+def from_gguf(model: str, in_blocks: bool) -> Iterator[tuple[str, StoredWeights | None]]:
     """The path to load a checkpoint from: its own, or for a GGUF file, or a folder that has one and no other
-    weights, a temporary folder; and then the weights. Raises ModelLoadError for a file that is not read."""
+    weights, a temporary folder; and then the weights, `in_blocks` as `read_tensors` says. Raises
+    ModelLoadError for a file that is not read."""
     path = _file_of(model)
     if path is None:
         yield model, None
         return
     file = GgufFile(path)
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
-        stored = _lay_out(file, Path(folder))
+        stored = _lay_out(file, Path(folder), in_blocks)
         try:
             yield folder, stored
         except ModelLoadError as error:
@@ -392,7 +427,7 @@ def _file_of(model: str) -> Path | None:
     return found[0] if found else None
 
 
-def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
+def _lay_out(file: GgufFile, folder: Path, in_blocks: bool) -> StoredWeights:
     family = family_of(file)
     pooling = file.setting("pooling_type")
     used_as_beside = (file.path.parent / _MODULES).is_file()
@@ -409,7 +444,7 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
     elif embeds:
         write_modules(folder, config["hidden_size"], _POOLING[pooling])
         log.info("%s pools %s; it says of no prompts: give query_prompt if there is one", file.path, pooling)
-    return StoredWeights(partial(read_tensors, file, family, config), file.form)
+    return StoredWeights(functools.partial(read_tensors, file, family, config, in_blocks), file.form)
 
 
 def _check_beside(file: GgufFile) -> None:

@@ -132,7 +132,9 @@ def read_with_libraries(config: EngineConfig, device: torch.device) -> LoadedMod
     are not applied. Raises ModelLoadError when there is no such model or it is of no supported kind.
     """
     path = config.model if config.model is not None else embedded_model_path()
-    with from_gguf(path) as (folder, stored):
+    # Our kernels for bfloat16 multiply weights in their blocks.
+    in_blocks = device.type == "cpu" and config.kernels == "auto" and config.dtype in ("auto", "bfloat16")
+    with from_gguf(path, in_blocks) as (folder, stored):
         if stored is not None:
             return _load_whole(folder, None, stored, config, device)
     with with_base(path, config.revision, config.offline) as (source, adapter):

@@ -282,7 +282,8 @@ def identity_of(model: LoadedModel) -> str:
     digest = hashlib.sha256(repr(stated).encode())
     named = [*_weights(model)]
     digest.update(repr([(name, tuple(weight.shape)) for name, weight in named]).encode())
-    numbers = [weight.detach().reshape(-1)[:_NUMBERS].float() for _, weight in named]
+    rows = [torch.atleast_1d(weight.detach())[:_NUMBERS] for _, weight in named]
+    numbers = [each.reshape(-1)[:_NUMBERS].float() for each in rows]
     digest.update(torch.cat(numbers).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.ops.cpu.blocks import BlockTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -242,7 +243,7 @@ def refusing_misfits(
         _refuse_misfit(path, model, info, read_apart, given, leaves_layers_out=stored is None)
         # Each tensor once, even if it has several names.
         named = model.state_dict().items()
-        tensors = {(tensor.data_ptr(), tensor.shape): (name, tensor) for name, tensor in named}
+        tensors = {_identity(tensor): (name, tensor) for name, tensor in named}
         refuse_not_finite(path, tensors.values())
         if complete is not None:
             complete(model)
@@ -255,9 +256,18 @@ def refusing_misfits(
         PreTrainedModel.from_pretrained = original
 
 
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    start = tensor.addresses if isinstance(tensor, BlockTensor) else tensor
+    return start.data_ptr(), tensor.shape
+
+
 def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ModelLoadError for a tensor that holds a NaN or an infinity. Reads each number once."""
     for name, tensor in tensors:
+        if isinstance(tensor, BlockTensor):
+            if not tensor.is_finite():
+                raise ModelLoadError(f"{path!r} has numbers that are not finite in its tensor {name}")
+            continue
         # If the sum is finite, all numbers are; an infinite sum may also be an overflow (float16).
         if not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
             continue

@@ -19,6 +19,7 @@ from maxsimd.engine.execution.runner import ModelRunner
 from maxsimd.engine.execution.self_check.proof import compare, compare_in_parts, pooler_for
 from maxsimd.engine.execution.self_check.samples import Sample
 from maxsimd.engine.ops.cpu.attention import attention
+from maxsimd.engine.ops.cpu.blocks import BlockTensor
 from maxsimd.engine.ops.qkv import QKV
 
 
@@ -32,7 +33,11 @@ def why_not_replaced(
     """None if the model in float32 gives the expected items for the samples with its linear layers replaced
     (after fusing layers of the `fusible` kinds) and, if `compiled`, its tower run by our kernels; else a
     description of the mismatch. Leaves the model unchanged."""
-    replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide_weights
+    # In float32, weights in blocks would take eight times their memory.
+    in_blocks = any(isinstance(each, BlockTensor) for each in model.backbone.parameters())
+    replace: Callable[[nn.Module], int] = (
+        linear.compile_float32 if compiled and not in_blocks else linear.hide_weights
+    )
     roots = [*model.encoders, *_head_modules(model)]
     try:
         with tower_attention_restored(_towers(model)), _restored(roots):

@@ -124,11 +124,8 @@ def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> torch.Tensor
         values = np.ascontiguousarray(values, dtype=np.float32)
         writer.add_tensor(name, values)
         return torch.from_numpy(values)
-    if kind in _BLOCKS and values.shape[-1] % 256 == 0:
-        packed = _random_blocks(values.shape, kind)
-    else:
-        kind = Kind.F16 if kind in _BLOCKS else kind
-        packed = gguf.quants.quantize(values, kind)
+    kind = Kind.F16 if kind in _BLOCKS and values.shape[-1] % 256 else kind
+    packed = in_blocks(values, kind)
     writer.add_tensor(name, packed, raw_dtype=kind)
     return torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
 
@@ -138,9 +135,11 @@ def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> torch.Tensor
 _BLOCKS = {Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4}, Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4}, Kind.Q6_K: {208: 8e-5}}
 
 
-def _random_blocks(shape: tuple[int, ...], kind: Kind) -> Any:
-    """Bytes of blocks in place of a matrix: what they stand for is another one."""
-    _, size = gguf.GGML_QUANT_SIZES[kind]
+def in_blocks(values: Any, kind: Kind) -> Any:
+    """The bytes of a matrix in blocks; those of 256 values are random, and stand for another one."""
+    if kind not in _BLOCKS:
+        return gguf.quants.quantize(values, kind)
+    shape, (_, size) = values.shape, gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
     for start, scale in _BLOCKS[kind].items():
         blocks[..., start : start + 2] = np.float16([scale]).view(np.uint8)
@@ -249,8 +248,8 @@ def bge_reranker(folder: Path, kind: str = "F16") -> str:
     return _written(folder, str(source), conversion, kind, {})[0]
 
 
-def llama(folder: Path, more: Tensors | None = None, **changed: Any) -> str:
-    """A Llama in float32, its rows of queries and keys in llama.cpp's order."""
+def llama(folder: Path, more: Tensors | None = None, stored: str = "F32", **changed: Any) -> str:
+    """A Llama, its rows of queries and keys in llama.cpp's order."""
     source = folder / "hf"
     specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     size = byte_level_bpe(source, specials, "<s> $A", "<s> $A $B", ("yes", "no"), most=FEW)
@@ -262,7 +261,7 @@ def llama(folder: Path, more: Tensors | None = None, **changed: Any) -> str:
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
         return halves.swapaxes(1, 2).reshape(tensor.shape)
 
-    return _decoder(folder, "llama", size, change, changed, more)
+    return _decoder(folder, "llama", size, change, changed, more, stored)
 
 
 def qwen2(folder: Path, **changed: Any) -> str:
@@ -287,9 +286,9 @@ def _qwen_tokens(source: str, **said: Any) -> dict[str, Any]:
 
 def _decoder(
     folder: Path, kind: str, size: int, change: Any, changed: Any, more: Tensors | None = None,
-    **settings: Any,
+    stored: str = "F32", **settings: Any,
 ) -> str:  # fmt: skip
-    """A decoder in float32, its tokenizer beside; `hf` has the same weights."""
+    """A decoder, its tokenizer beside; `hf` has the same weights."""
     source, arch = folder / "hf", gguf.MODEL_ARCH[kind.upper()]
     sizes = {"vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096} | WIDE | settings
     save_model(source, kind, transformers.AutoModelForCausalLM, **sizes)
@@ -298,7 +297,7 @@ def _decoder(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
     conversion = Conversion(arch, _without_none(said), change) if change else Conversion(arch, said)
-    write_gguf(str(source), folder / "model.gguf", conversion, Kind.F32, more)
+    write_gguf(str(source), folder / "model.gguf", conversion, Kind[stored], more)
     return str(folder / "model.gguf")
 
 

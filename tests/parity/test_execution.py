@@ -1,5 +1,6 @@
 """Every kernel in every precision ranks as float32 does."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ from scipy.stats import spearmanr
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint import gguf
 from maxsimd.engine.inspection import inspect_model
-from tests.checkpoints import t5
+from tests.checkpoints import gguf_models, t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.selection import rank_alike, with_default
@@ -55,6 +57,28 @@ async def test_int8_of_t5_ranks_nearly_as_float32_does(
     exact = await engines.scores(EngineConfig(model=path, dtype="float32"), pairs)
     config = EngineConfig(model=path, dtype="bfloat16", quantization="int8")
     assert spearmanr(exact, await engines.scores(config, pairs)).statistic >= 0.97
+
+
+@needs_kernels
+@on_one_loop
+@pytest.mark.parametrize(
+    ("build", "quantization"),
+    [(partial(gguf_models.qwen3_reranker, kind="Q6_K"), "none"),
+     (partial(gguf_models.qwen3_embedding, kind="Q4_K"), "int8")],
+)  # fmt: skip
+async def test_weights_in_blocks_give_the_bits_of_expanded_ones(
+    build: Any, quantization: Any, checkpoints: SharedCheckpoints, pairs: list[Pair],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = EngineConfig(model=checkpoints(build), dtype="bfloat16", quantization=quantization)
+    scores, sizes = [], []
+    for stay in (gguf.can_stay, lambda *_: False):
+        monkeypatch.setattr(gguf, "can_stay", stay)
+        async with Engines() as engines:
+            scores.append(await engines.scores(config, pairs[:9]))
+        sizes.append(float(inspect_model(config)["weights"].split()[-2]))
+    assert np.array_equal(*scores)
+    assert sizes[0] < sizes[1] * (0.55 if quantization == "none" else 1)
 
 
 def test_inspect_says_that_weights_are_int8() -> None:

@@ -20,6 +20,8 @@ from maxsimd.engine.checkpoint.gguf import from_gguf
 from maxsimd.engine.checkpoint.quantized import quantized_weights
 from maxsimd.engine.execution.self_check.rules import why_not_packed
 from maxsimd.engine.inspection import inspect_model
+from maxsimd.engine.ops.cpu.blocks import BlockTensor
+from maxsimd.engine.ops.cpu.library import is_available
 from tests.checkpoints import (
     bi_encoders,
     cross_encoders,
@@ -179,7 +181,7 @@ TEXTS = [
 )
 def test_texts_have_the_same_tokens(build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]) -> None:
     path = checkpoints(build)
-    with from_gguf(path) as (folder, _):
+    with from_gguf(path, False) as (folder, _):
         ours = AutoTokenizer.from_pretrained(folder)
     theirs = AutoTokenizer.from_pretrained(dequantised(path))
     texts = [*TEXTS, *(pair.document for pair in pairs[:10])]
@@ -189,6 +191,21 @@ def test_texts_have_the_same_tokens(build: Any, checkpoints: SharedCheckpoints, 
         assert ours(text, **bare)["input_ids"] == theirs(text, **bare)["input_ids"], text
     for first, second in itertools.pairwise(texts):
         assert dict(ours(first, second)) == dict(theirs(first, second))
+
+
+@pytest.mark.parametrize(
+    "build", [partial(gguf_models.llama, stored="Q8_0"), partial(gguf_models.qwen3_reranker, kind="Q5_K")]
+)
+def test_tensors_in_blocks_are_the_expanded_ones(build: Any, checkpoints: SharedCheckpoints) -> None:
+    read = []
+    for in_blocks in (True, False):
+        with from_gguf(checkpoints(build), in_blocks) as (_, stored):
+            assert stored is not None
+            read.append(stored.read())
+    kept, plain = read
+    assert any(isinstance(tensor, BlockTensor) for tensor in kept.values()) == is_available()
+    assert kept.keys() == plain.keys()
+    assert all(torch.equal(kept[name] + 0, plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("scheme", quantized.SCHEMES)

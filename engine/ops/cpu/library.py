@@ -71,6 +71,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "maxsim_apart_bfloat16": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
     "linear": [ctypes.c_int, *_LINEAR],  # kind of number
+    "linear_blocks": [
+        _POINTER, *[_NUMBER] * 3, *[_POINTER] * 3, _NUMBER,  # x, kinds and blocks of weights, bias, columns
+        *_LINEAR[10:],
+    ],
+    "unpack": [_POINTER] * 2 + [_NUMBER] * 2 + [_POINTER],
     "norm": [
         ctypes.c_int, *[_POINTER, _NUMBER] * 2, *[_NUMBER] * 2,  # kind, x and residual, rows and columns
         *[_POINTER] * 2, ctypes.c_float, ctypes.c_int, _POINTER,  # weight, bias, epsilon, centered, output

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from maxsimd.engine.ops.cpu.blocks import BlockTensor
 from maxsimd.engine.ops.cpu.library import INT8, KINDS, address, check_float32, kernels, may_use
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
 
@@ -24,7 +25,8 @@ class Weights:
     """The packed weights [columns, inputs] of a layer, and the dtype of its inputs and outputs. int8 weights
     have a scale for each column, and a sum, which cancels the offset of unsigned activations."""
 
-    packed: torch.Tensor  # int32 [columns / 16, units, 16], padded with zeros
+    # int32 [columns / 16, units, 16], padded with zeros, or [columns, inputs] in blocks
+    packed: torch.Tensor | BlockTensor
     inputs: int
     columns: int
     dtype: torch.dtype
@@ -43,8 +45,10 @@ def pack_float32(weight: torch.Tensor) -> Weights:
 
 
 def pack_bfloat16(weight: torch.Tensor) -> Weights:
-    """Packs [columns, inputs] for bfloat16 inputs."""
+    """Packs [columns, inputs] for bfloat16 inputs; weights in blocks stay in them."""
     columns, inputs = weight.shape
+    if isinstance(weight, BlockTensor):
+        return Weights(weight, inputs, columns, torch.bfloat16)
     return Weights(_pack(weight.to(torch.bfloat16)), inputs, columns, torch.bfloat16)
 
 
@@ -132,23 +136,15 @@ def _linear(
     rows = _as_rows(x, weights.inputs, weights.dtype)
     columns = weights.columns // 2 if activation >= _FIRST_GATE else weights.columns
     out = torch.empty(len(rows), columns, dtype=weights.dtype)
-    kernels().maxsimd_linear(
-        weights.kind,
-        rows.data_ptr(),
-        rows.stride(0),
-        len(rows),
-        weights.inputs,
-        weights.packed.data_ptr(),
-        weights.packed.shape[1],
-        address(weights.scales),
-        address(weights.sums),
-        address(bias),
-        weights.columns,
-        activation,
-        *added,
-        *norm_args,
-        out.data_ptr(),
-    )
+    x_args = (rows.data_ptr(), rows.stride(0), len(rows), weights.inputs)
+    end = (address(bias), weights.columns, activation, *added, *norm_args, out.data_ptr())
+    packed = weights.packed
+    if isinstance(packed, BlockTensor):
+        blocks = (packed.kinds.data_ptr(), packed.addresses.data_ptr())
+        kernels().maxsimd_linear_blocks(*x_args, *blocks, *end)
+    else:
+        others = (packed.shape[1], address(weights.scales), address(weights.sums))
+        kernels().maxsimd_linear(weights.kind, *x_args, packed.data_ptr(), *others, *end)
     return out.view(*x.shape[:-1], columns)
 
 

@@ -10,6 +10,7 @@
 #include <omp.h>
 
 #include "amx.h"
+#include "blocks.h"
 #include "linear.h"
 #include "rows.h"
 #include "team.h"
@@ -213,6 +214,54 @@ void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm)
     run_in_team(linear, norm);
 }
 
+// A layer whose weights are in blocks: a thread takes `CHUNK` bytes of them out of their blocks, into memory of its own,
+// and multiplies all rows with these. With fewer, rows would be read from memory too often.
+constexpr int64_t CHUNK = 4 << 20;
+
+template <class Way>
+void run_from_blocks_by(const Linear<BFloat16>& linear, const Norm<uint16_t>& norm, const BlockRows& blocks) {
+    const int64_t units = linear.packed_units, panels = (linear.columns + PANEL - 1) / PANEL;
+    const int64_t most = std::max<int64_t>(1, CHUNK / (PANEL * units * (int64_t)sizeof(Unit)));
+    const int64_t tasks = round_up((panels + most - 1) / most, omp_get_max_threads());
+    const int64_t row_blocks = (linear.rows + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
+#pragma omp parallel
+    {
+        static thread_local std::vector<Unit> storage;  // kept, because new memory costs as much as small products
+        storage.resize(std::max<size_t>(storage.size(), most * PANEL * units + LANES));
+        Unit* const weights = (Unit*)round_up((int64_t)storage.data(), 64);
+        Linear<BFloat16> part = linear;
+        part.weights = weights;
+        Way way(part, Way::MOST_ROWS);
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks, first = begin * PANEL;
+            part.columns = std::min(end * PANEL, linear.columns) - first;
+            part.bias = linear.bias ? linear.bias + first : nullptr;
+            part.added = linear.added ? linear.added + first : nullptr;
+            part.out = linear.out + (linear.activation > Activation::GELU ? first / 2 : first);
+            for (int64_t column = 0; column < (end - begin) * PANEL; column += LANES)
+                unpack_block(blocks, first + column, linear.columns, linear.inputs, weights + column * units);
+            for (int64_t block = 0; block < row_blocks; block++) {
+                const int64_t row = linear.rows * block / row_blocks, stop = linear.rows * (block + 1) / row_blocks;
+                run_task(way, part, {row, stop - row, 0, end - begin}, false, {});
+            }
+        }
+        if (norm.residual) {
+            std::vector<float> sums(round_up(linear.columns, LANES));
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < linear.rows; row++)
+                normalise_row(linear.out, norm, row, linear.columns, sums.data());
+        }
+    }
+}
+
+void run_from_blocks(const Linear<BFloat16>& linear, const Norm<uint16_t>& norm, const BlockRows& blocks) {
+#ifdef MAXSIMD_AMX
+    if (uses_amx()) return run_from_blocks_by<Tiles<BFloat16>>(linear, norm, blocks);
+#endif
+    run_from_blocks_by<Vectors<BFloat16>>(linear, norm, blocks);
+}
+
 }  // namespace maxsimd
 
 #pragma GCC visibility push(default)
@@ -260,6 +309,38 @@ void maxsimd_linear(int kind, const void* x, int64_t x_stride, int64_t rows, int
         compute(BFloat16{});
     else
         compute(Int8{});
+}
+
+// As above, in bfloat16, with weights whose rows [columns][inputs] are in blocks of `kinds`, as blocks.h has them.
+// `inputs` is a multiple of 32.
+void maxsimd_linear_blocks(const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const uint8_t* kinds,
+                           const uint8_t* const* blocks, const float* bias, int64_t columns, int activation,
+                           const void* added, int64_t added_stride, const void* residual, int64_t residual_stride,
+                           const float* norm_weight, const float* norm_bias, float epsilon, void* out) {
+    using namespace maxsimd;
+    run_from_blocks({(const uint16_t*)x,
+                     x_stride,
+                     rows,
+                     inputs,
+                     nullptr,
+                     inputs / BFloat16::PER_UNIT,
+                     nullptr,
+                     nullptr,
+                     bias,
+                     columns,
+                     (Activation)activation,
+                     (uint16_t*)out,
+                     {},
+                     (const uint16_t*)added,
+                     added_stride},
+                    {(const uint16_t*)residual, residual_stride, norm_weight, norm_bias, epsilon}, {kinds, blocks});
+}
+
+// Takes rows [count][inputs] out of their blocks. `inputs` is a multiple of 32.
+void maxsimd_unpack(const uint8_t* kinds, const uint8_t* const* blocks, int64_t count, int64_t inputs, float* out) {
+    using namespace maxsimd;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < count; row++) unpack_row({kinds, blocks}, row, inputs, out + row * inputs);
 }
 
 // Switches the use of AMX tiles, which is on by default where the processor has them; returns whether they are used

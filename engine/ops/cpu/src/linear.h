@@ -34,10 +34,11 @@ struct Linear {
     const float* bias;           // [columns] or null
     int64_t columns;
     Activation activation;
-    Value* out;        // [rows][columns], or half of the columns if there are gates
+    Value* out;        // [rows], out_stride apart: columns, or half of them if there are gates
     Stretch upcoming;  // the weights of the layer that the same thread computes next, if it is known
     const Value* added = nullptr;  // [rows], added_stride apart: added to the output; or null
     int64_t added_stride = 0;
+    int64_t out_stride = activation > Activation::GELU ? columns / 2 : columns;
 
     int64_t units() const { return (inputs + Number::PER_UNIT - 1) / Number::PER_UNIT; }
     const Unit* block(int64_t column) const { return weights + column * packed_units; }
@@ -131,7 +132,7 @@ __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* 
             const __m512 gate = edges[0].end(sums + i * PANEL, scales, i);
             const __m512 y = _mm512_mul_ps(activated<Number>(linear.activation, gate),
                                            edges[1].end(sums + i * PANEL + LANES, scales, i));
-            store(linear.out + (row + i) * (linear.columns / 2) + column / 2, 0xffff, y);
+            store(linear.out + (row + i) * linear.out_stride + column / 2, 0xffff, y);
         }
         return;
     }
@@ -143,7 +144,7 @@ __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* 
             if (linear.activation == Activation::GELU) y = gelu<Number>(y);
             if (linear.added)
                 y = _mm512_add_ps(y, load(linear.added + (row + i) * linear.added_stride + at, edges[block].mask));
-            store(linear.out + (row + i) * linear.columns + at, edges[block].mask, y);
+            store(linear.out + (row + i) * linear.out_stride + at, edges[block].mask, y);
         }
 }
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -23,9 +25,11 @@ from maxsimd.engine.execution.weights import TOWER_ATTENTION, PatchProduct, atte
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu import linear as products
+from maxsimd.engine.ops.cpu.blocks import KINDS, BlockTensor
 from maxsimd.engine.ops.cpu.library import may_use
 from maxsimd.engine.ops.cpu.maxsim import first_not_finite
 from maxsimd.engine.ops.qkv import QKV
+from tests.checkpoints.gguf_models import in_blocks
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
 from tests.unit.engine.ops import kernel_checks
 
@@ -180,6 +184,50 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
     alone = products.linear_gated(x[at : at + 1], pack(weight[order]), biases[order] if bias else None, gate)
     if not tiles:
         assert torch.equal(alone[0], gated[at])
+
+
+@needs_kernels
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(1, 70)), min_size=1, max_size=3),
+    st.integers(1, 3), st.integers(1, 130), st.booleans(),
+)  # fmt: skip
+@settings(deadline=None)
+def test_layers_in_blocks_have_the_bits_of_expanded_ones(
+    parts: list[tuple[str, int]], spans: int, rows: int, tiles: bool
+) -> None:
+    random, kept, numbers = torch.Generator().manual_seed(rows), [], []
+    for kind, count in parts:
+        stored = in_blocks(torch.randn(count, 256 * spans, generator=random).numpy(), Kind[kind])
+        kept.append(BlockTensor.of(kind, torch.from_numpy(stored.view("uint8"))))
+        numbers.append(torch.from_numpy(dequantize(stored, Kind[kind]).astype("float32")))
+    blocks, plain = torch.cat(kept), torch.cat(numbers)
+    assert torch.equal(blocks.numbers(), plain)
+    order = torch.randint(len(plain), (len(plain) // 32 * 32 + 32,), generator=random)
+    x = torch.randn(rows, 256 * spans + 8, generator=random).bfloat16()[:, 8:]
+    bias, beside = torch.randn(len(plain)), torch.randn(rows, len(plain)).bfloat16()
+    norm = products.Norm(torch.randn(len(plain)), torch.randn(len(plain)), 1e-12)
+
+    def results(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
+        weights = products.pack_bfloat16(matrix)
+        yield products.linear(x, weights, bias, gelu=True)
+        yield products.linear_added(x, weights, None, beside)
+        yield products.linear_norm(x, beside, weights, bias, norm)
+        yield products.linear_gated(x, products.pack_bfloat16(matrix[order]), None, "silu")
+        yield torch.nn.functional.linear(x.float(), matrix)
+
+    with amx(tiles):
+        assert all(map(torch.equal, results(blocks), results(plain)))
+
+
+@needs_kernels
+def test_nothing_changes_or_misreads_weights_in_blocks() -> None:
+    matrix = BlockTensor.of("Q8_0", torch.ones(4, 34, dtype=torch.uint8))
+    for change in (lambda: matrix.mul_(2), lambda: matrix.__setitem__(0, 1), matrix.data_ptr):
+        with pytest.raises(RuntimeError, match="in blocks"):
+            change()
+    assert matrix.is_finite()
+    matrix.storages[0][3, :2] = torch.tensor([0, 0x7C])  # infinity in float16
+    assert not matrix.is_finite()
 
 
 @needs_kernels
