@@ -21,7 +21,7 @@ from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.several.engines import MetricsByModel
+from maxsimd.engine.several.engines import DROPPED, FAILED, LOADING, OK, MetricsByModel
 from maxsimd.engine.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ class _ServedGauge(Collector):
 
 T = TypeVar("T")
 log = logging.getLogger("maxsimd.models")
-
-OK, LOADING, DROPPED, _FAILED = "ok", "loading", "dropped", "failed: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +177,7 @@ class SeveralModels:
 
     def state(self, name: str) -> str:
         """ "loading", "ok", "failed: ..." or "dropped"."""
-        state, served = self._engines.state(name), self._served.get(name)
-        if state == OK and served is not None and served.engine.death is not None:
-            return _FAILED + served.engine.death
-        return state
+        return self._engines.state(name)
 
     def facts_of(self, name: str) -> ModelFacts | None:
         """None if the model was never loaded."""
@@ -331,7 +326,7 @@ class SeveralModels:
 
 
 def _reason(state: str) -> str:
-    return state.removeprefix(_FAILED)
+    return state.removeprefix(FAILED)
 
 
 _RERANKERS = (ScoreType.CROSS_ENCODER, ScoreType.LATE_INTERACTION, ScoreType.LISTWISE)
@@ -452,7 +447,7 @@ def not_served_error(models: SeveralModels, name: str) -> ApiError:
     if state == DROPPED:
         message = f"the model {quoted(name)} has been dropped; {_served_here(models)}"
         return ApiError(404, "NotFoundError", message, "model")
-    reason = in_flags(state.removeprefix(_FAILED))
+    reason = in_flags(state.removeprefix(FAILED))
     message = f"the model {quoted(name)} is not served: {reason}; {_served_here(models)}"
     return unavailable(message, "model", retry_after=30)
 

@@ -20,13 +20,14 @@ from maxsimd.api.answer import (
     too_large,
 )
 from maxsimd.api.handlers.route import LARGE_BODY, Body, Group, Route, Shown, Work, delete, get, read_body
-from maxsimd.api.models import DROPPED, LastModelError, SeveralModels, find_model, served_names
+from maxsimd.api.models import LastModelError, SeveralModels, find_model, served_names
 from maxsimd.api.options import in_flags
 from maxsimd.api.reading import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import AlwaysList, Created, Model, about
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.several.engines import DROPPED
 
 # Names of models may have slashes.
 MODEL_PATH = "/v1/models/{name}"

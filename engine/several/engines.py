@@ -74,7 +74,8 @@ class _State:
     engine: Engine | None = None
 
 
-_LOADING, _OK, _FAILED, _DROPPED = "loading", "ok", "failed: ", "dropped"
+# The states of models; a reason follows `FAILED`.
+LOADING, OK, FAILED, DROPPED = "loading", "ok", "failed: ", "dropped"
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Engines:
             check_weight(weight)
             if name not in configs:
                 raise ValueError(f"there is a weight for {name!r}, but no such model")
-        self._states = {name: _State(_LOADING) for name in configs}
+        self._states = {name: _State(LOADING) for name in configs}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._devices = SharedDevices()
         # None while no model runs.
@@ -150,7 +151,7 @@ class Engines:
         self._check_may_load()
         if self._loading:
             raise EngineRunningError("models are being loaded already; wait for that")
-        loadings = {name: _State(_LOADING) for name in self._configs if self._states[name].engine is None}
+        loadings = {name: _State(LOADING) for name in self._configs if self._states[name].engine is None}
         self._states |= loadings
         self._loading |= loadings.keys()
         try:
@@ -184,7 +185,7 @@ class Engines:
     @property
     def names(self) -> tuple[str, ...]:
         """The models that are loading, served or failed, in the order in which they came."""
-        return tuple(name for name, state in self._states.items() if state.text != _DROPPED)
+        return tuple(name for name, state in self._states.items() if state.text != DROPPED)
 
     def state(self, name: str) -> str:
         """ "loading", "ok", "failed: reason" or "dropped". Raises UnknownModelError."""
@@ -196,9 +197,9 @@ class Engines:
         state = self._state(name)
         if state.engine is not None:
             return state.engine
-        if state.text == _LOADING:
+        if state.text == LOADING:
             raise EngineNotReadyError(f"the model {name!r} is being loaded")
-        if state.text == _DROPPED:
+        if state.text == DROPPED:
             raise ModelDroppedError(f"the model {name!r} has been dropped")
         raise ModelFailedError(f"the model {name!r} has {state.text}")
 
@@ -221,10 +222,10 @@ class Engines:
         before = self._states.get(name)
         if before is not None and before.engine is not None:
             raise EngineRunningError(f"there is a model {name!r} already; drop it first")
-        if before is not None and before.text == _LOADING:
+        if before is not None and before.text == LOADING:
             raise EngineRunningError(f"the model {name!r} is being loaded already, or will be by start()")
         self._states.pop(name, None)  # it comes last now
-        loading = self._states[name] = _State(_LOADING)
+        loading = self._states[name] = _State(LOADING)
         self._loading.add(name)
         try:
             await self._start(name, loading, config, weight)
@@ -236,7 +237,7 @@ class Engines:
         memory. Who still waits then gets EngineDeadError. One that is being dropped already is waited for.
         Raises UnknownModelError, and EngineRunningError while it is loaded."""
         self._check_loop()
-        if self._state(name).text == _LOADING:
+        if self._state(name).text == LOADING:
             raise EngineRunningError(f"the model {name!r} is being loaded; drop it when it is")
         await self._end(name, grace)
         await self._until_gone(name)
@@ -259,6 +260,8 @@ class Engines:
         if state is None:
             served = ", ".join(self.names) or "none"
             raise UnknownModelError(f"there is no model {name!r}; there are: {served}", "model")
+        if state.engine is not None and state.engine.death is not None:  # its watch is about to note that
+            return _State(FAILED + state.engine.death)
         return state
 
     def _check_loop(self) -> None:
@@ -295,12 +298,12 @@ class Engines:
             if self._states[name] is not loading:
                 await engine.stop(grace=0)
                 raise _dropped_while_loading(name)
-            self._states[name] = _State(_OK, engine)
+            self._states[name] = _State(OK, engine)
             self._divide_caches()
             self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
 
     def _fail(self, name: str, reason: str) -> None:
-        self._states[name] = _State(_FAILED + reason)
+        self._states[name] = _State(FAILED + reason)
         self._leave_budget(name)
 
     async def _watch(self, name: str, engine: Engine) -> None:
@@ -314,9 +317,9 @@ class Engines:
     async def _end(self, name: str, grace: float | None) -> None:
         """Frees a model that is not dropped yet, at once where this is cancelled."""
         before = self._states[name]
-        if before.text == _DROPPED:
+        if before.text == DROPPED:
             return
-        self._states[name] = _State(_DROPPED)
+        self._states[name] = _State(DROPPED)
         self._leave_budget(name)
         watch = self._watches.pop(name, None)
         going = _Dropping(name, before.engine, asyncio.get_running_loop().create_future())
