@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import Field, InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
 from functools import wraps
 from pathlib import Path
@@ -104,15 +104,13 @@ def with_collections(config: type[C]) -> type[C]:
     shown = own.replace(parameters=[*own.parameters.values(), *added])
     init_with_collections.__signature__ = shown  # type: ignore[attr-defined]
     config.__init__ = init_with_collections  # type: ignore[assignment]
-    meanings = {each.name: _meaning(each) for each in fields(config)}  # type: ignore[arg-type]
+    meanings = {
+        each.name: f"{each.metadata['help']}. Default: {each.metadata['by_default'] or repr(each.default)}."
+        for each in fields(config)  # type: ignore[arg-type]
+    }
     meanings |= {name: f"Options by name: {', '.join(names_within(config, name))}." for name in _IN_PYTHON}
     config.__doc__ = with_sections(config.__doc__ or "", {"Args": meanings})
     return config
-
-
-def _meaning(option: Field[Any]) -> str:
-    default = option.metadata["by_default"]
-    return f"{option.metadata['help']}. Default: {repr(option.default) if default is None else default}."
 
 
 @with_collections

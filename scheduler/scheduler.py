@@ -347,7 +347,9 @@ class Scheduler:
         self._short_steps = max(0, self._short_steps - 1)
         builder = StepBuilder(budget, self.limits.sequences, small if is_short else None)
         if not self._serve_oldest(builder):
-            self._serve_passed_over(builder)
+            request, self._passed_over = self._passed_over, None
+            if request is not None and not self._give(request, builder):
+                self._continue_partial(builder)
         self._serve_in_order(builder)
         while builder.room > 0 and self._fill_gap(builder):
             self._shares.restore()
@@ -397,11 +399,6 @@ class Scheduler:
         if oldest is None or self._scheduled_tokens <= oldest.due:
             return self.oldest_share
         return max(self.oldest_share, min(self.overdue_share, self._shares.part(oldest) / 2))
-
-    def _serve_passed_over(self, builder: StepBuilder) -> None:
-        request, self._passed_over = self._passed_over, None
-        if request is not None and not self._give(request, builder):
-            self._continue_partial(builder)
 
     def _serve_in_order(self, builder: StepBuilder) -> None:
         misses = 0

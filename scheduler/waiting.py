@@ -5,6 +5,7 @@ import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -393,16 +394,16 @@ def size_class(tokens: int, budget: int) -> int:
     return (2 * tokens // max(1, budget)).bit_length()
 
 
+@dataclass(slots=True, eq=False)
 class _Group:
     """The waiting requests of one tenant and priority, in order. `virtual_time` is the tokens given to them
     divided by their weight."""
 
-    def __init__(self, share: Share, number: int, virtual_time: float) -> None:
-        self.share = share
-        self.number = number
-        self.virtual_time = virtual_time
-        self.num_requests = 0
-        self.ranked: list[tuple[int, int, WaitingRequest]] = []
+    share: Share
+    number: int
+    virtual_time: float
+    num_requests: int = 0
+    ranked: list[tuple[int, int, WaitingRequest]] = field(default_factory=list)
 
 
 class Shares:
