@@ -6,7 +6,7 @@ Source of the control groups' file names and formats: the Linux kernel's documen
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,11 @@ _KEEP_BYTES = 1 << 30
 _ONEDNN_PRIMITIVES = "256"
 
 ROOT = Path("/")
-# The limit and the usage of memory in groups of version 2 (True) and 1. Version 1 without a limit has one
-# above any machine's memory.
+# The limit and the usage of memory in groups of version 2 (True) and 1, and what counts files that the kernel
+# drops first. Version 1 without a limit has one above any machine's memory.
 _MEMORY_FILES = {
-    True: ("memory.max", "memory.current"),
-    False: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    True: ("memory.max", "memory.current", "inactive_file"),
+    False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
@@ -83,17 +83,17 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     `/proc` and the control groups are found under `root`."""
     quotas = []
     for folder, is_v2 in _groups_around("cpu", root):
-        with suppress(OSError, ValueError):
-            if is_v2:
-                quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()  # "max" is no number
-            else:
-                quota, period = (
-                    (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
-                    for name in ("quota", "period")
-                )
-            if int(quota) > 0:
-                quotas.append(int(quota) / int(period))
+        files = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with suppress(OSError, ValueError):  # "max" is no number
+            quota, period = _numbers(folder, files)
+            if quota > 0:
+                quotas.append(quota / period)
     return min(quotas, default=None)
+
+
+def _numbers(group: Path, files: Sequence[str]) -> list[int]:
+    """The numbers in these files of a control group. Raises OSError and ValueError."""
+    return [int(word) for name in files for word in (group / name).read_text(encoding="utf-8").split()]
 
 
 def available_memory(root: Path = ROOT) -> int | None:
@@ -106,11 +106,19 @@ def available_memory(root: Path = ROOT) -> int | None:
             if name == "MemAvailable":
                 free.append(int(value.split()[0]) * 1024)
     for folder, is_v2 in _groups_around("memory", root):
-        limit, current = ((folder / name) for name in _MEMORY_FILES[is_v2])
+        limit, current, dropped_first = _MEMORY_FILES[is_v2]
         with suppress(OSError, ValueError):  # "max" is no number
-            most = int(limit.read_text(encoding="utf-8"))
-            free.append(max(0, most - int(current.read_text(encoding="utf-8"))))
+            most, used = _numbers(folder, (limit, current))
+            free.append(max(0, most - max(0, used - _statistic(folder, dropped_first))))
     return min(free, default=None)
+
+
+def _statistic(group: Path, name: str) -> int:
+    """A number of a control group's `memory.stat`; 0 if it has none."""
+    with suppress(OSError, ValueError):
+        lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+    return 0
 
 
 def _groups_around(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:

@@ -95,12 +95,15 @@ def test_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
         (None, {}, None), (MEMINFO, {}, 8 * GIB), ("nonsense\n", {}, None),
         (MEMINFO, {"a/b": ("max", GIB)}, 8 * GIB),
         (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB), (MEMINFO, {"a/b": (10, 20)}, 0),
+        # Files that were read once make way.
+        (MEMINFO, {"a": (3 * GIB, 3 * GIB, f"anon 9\ninactive_file {GIB}\n")}, GIB),
     )  # fmt: skip
     for i, (meminfo, groups, free) in enumerate(cases):
         files = {} if meminfo is None else {"proc/meminfo": meminfo}
-        for group, (most, current) in groups.items():
+        for group, (most, current, *stat) in groups.items():
             folder = f"sys/fs/cgroup/{group}/memory"
             files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
+            files |= {f"{folder}.stat": each for each in stat}
         assert available_memory(machine(tmp_path / str(i), V2.format(root="/"), "0::/a/b\n", files)) == free
     mount = V1.format(root="/").replace("cpu,cpuacct", "memory")
     files = {
