@@ -32,6 +32,9 @@ _LOOK_SECONDS = 0.05
 class DeviceLostError(Exception):
     """The thread of a shared device is stuck with another model's step."""
 
+    def __init__(self) -> None:
+        super().__init__("the device's thread is stuck with a step of another model")
+
 
 class DeviceTaskError(Exception):
     """A task of one engine tried to end the thread that all engines share."""
@@ -83,7 +86,7 @@ class SharedDevice:
         self.is_lost = True
         self.thread.close(0)
         for seat in list(self.seats):
-            seat.fail(DeviceLostError("the device's thread is stuck with a step of another model"))
+            seat.fail(DeviceLostError())
 
     def close(self) -> None:
         if not self.is_lost:
@@ -99,7 +102,7 @@ class Seat:
         self.turn: Turn | None = turn
         self._turn = turn
         self.loop = shared.thread.loop
-        self._lock = threading.Lock()
+        # Several threads change it, each by atomic operations.
         self._results: set[Future[Any]] = set()
         # Only the device's loop touches its tasks.
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -164,10 +167,13 @@ class Seat:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the device thread."""
         result: Future[T] = Future()
-        with self._lock:
-            self._was_used = True
-            self._results.add(result)
+        self._was_used = True
+        self._results.add(result)
         result.add_done_callback(self._results.discard)
+        if self._shared.is_lost:  # after the result was added: else it could be lost in between
+            coroutine.close()
+            self.fail(DeviceLostError())
+            return result
 
         def begin() -> None:
             task = self.loop.create_task(coroutine)

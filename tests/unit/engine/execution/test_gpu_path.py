@@ -1,5 +1,6 @@
 """Choices and checks on GPUs, several GPUs, and CUDA graphs, with stand-ins for all of them."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import checks, load, stores
 from maxsimd.engine.device.load import prepare_thread
-from maxsimd.engine.device.shared import SharedDevice
+from maxsimd.engine.device.shared import DeviceLostError, SharedDevice
 from maxsimd.engine.execution import cuda_graphs, devices
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend, OneByOneBackend
@@ -381,6 +382,16 @@ async def test_a_device_thread_has_its_gpu_as_the_current_one(cuda: Cuda) -> Non
     assert {what for what, _ in cuda.used} >= {"record", "stream", "synchronize", "memory"}
     assert {device for _, device in cuda.used} == {1}
     assert torch.cuda.current_device() == 0, "this thread is not the device's"
+
+
+async def test_nothing_begins_on_a_thread_that_is_stuck() -> None:
+    shared, may_go_on = SharedDevice(CPU, None), threading.Event()
+    seat = shared.seat(1.0, None)
+    shared.thread.loop.call_soon_threadsafe(may_go_on.wait)
+    shared.lose()
+    with pytest.raises(DeviceLostError, match="is stuck with a step of another model"):
+        seat.run(asyncio.sleep(0)).result(timeout=10)
+    may_go_on.set()
 
 
 def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
