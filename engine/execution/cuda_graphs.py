@@ -418,13 +418,12 @@ class GraphedRunner(FasterRunner):
         graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
         replay = recorder.cost(graph.launch).times.device
         graph.least_tokens = least_tokens(size.rows, eager.times.host, replay)
-        self._graphs[size] = graph
         mismatch = self._mismatch(graph, steps, exact)
-        if mismatch is not None:
-            del self._graphs[size]
-            return mismatch
-        self.launch_tokens = max(self.launch_tokens, int(size.rows * eager.times.host / max(replay, 1e-3)))
-        return None
+        if mismatch is None:
+            self._graphs[size] = graph
+            tokens = int(size.rows * eager.times.host / max(replay, 1e-3))
+            self.launch_tokens = max(self.launch_tokens, tokens)
+        return mismatch
 
     def _mismatch(
         self, graph: StaticGraph, steps: Sequence[Step], exact: Sequence[torch.Tensor]

@@ -520,13 +520,14 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
 
 
 class BrokenRecorder(CallRecorder):
-    """One graph does nothing when it is replayed, and one cannot be captured."""
+    """The first graph does nothing when it is replayed, the second cannot be captured, the third fails."""
 
     def capture(self, run: Callable[[], object]) -> Callable[[], None]:
         replay = super().capture(run)
         if len(self.replays) == 2:
             raise RuntimeError("operation not permitted when the stream is capturing")
-        return replay if len(self.replays) != 1 else lambda: None
+        bad = {1: lambda: None, 3: Mock(side_effect=RuntimeError("too little memory"))}
+        return bad.get(len(self.replays), replay)
 
 
 class FirstTokensBackend(VarlenBackend):
@@ -564,10 +565,11 @@ def test_only_what_is_captured_without_fault_is_used(
     with caplog.at_level(logging.WARNING, logger="maxsimd"):
         found = cuda_graphs.with_graphs(plain, backend, gpu, texts_of(small), most)
     assert isinstance(found, GraphedRunner)
-    assert found.sizes == (SIZES[3], SIZES[2])
+    assert found.sizes == SIZES[3:]
     what = "not replayed as CUDA graphs of"
     assert f"{what} 256 rows and 40 sequences: their hidden states differ" in caplog.text
     assert "operation not permitted when the stream is capturing" in caplog.text
+    assert "too little memory" in caplog.text
     for lengths in ([5, 5], [100]):
         found.forward(make_step(lengths))
     assert recorder.replays[0] == 0
