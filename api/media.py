@@ -61,12 +61,10 @@ def _embedded_ipv4(address: _Address) -> list[_Address]:
     """The IPv4 addresses inside an IPv6 address. Those of NAT64 are reserved, and so refused."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
-    held: list[_Address] = [each for each in (address.ipv4_mapped, address.sixtofour) if each is not None]
-    if address.teredo is not None:
-        held += address.teredo
+    held = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
     if (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP:
         held.append(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
-    return held
+    return [each for each in held if each is not None]
 
 
 class CheckedResolver(AbstractResolver):
@@ -135,15 +133,13 @@ class MediaFetcher:
                 return await self._fetch(url)
         except TimeoutError:
             raise PictureError(f"was not received within {self._seconds:g} s") from None
-        except AddressRefusedError:
-            raise PictureError(_NOT_PUBLIC) from None
         except PictureError:
             raise
         except ValueError:
             raise PictureError(_NO_URL) from None
         except (aiohttp.ClientError, OSError) as error:
-            refused = isinstance(error.__cause__, AddressRefusedError)
-            if refused or isinstance(getattr(error, "os_error", None), AddressRefusedError):
+            causes = (error, error.__cause__, getattr(error, "os_error", None))
+            if any(isinstance(each, AddressRefusedError) for each in causes):
                 raise PictureError(_NOT_PUBLIC) from None
             raise PictureError(f"cannot be fetched ({type(error).__name__})") from None
 

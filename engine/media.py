@@ -393,9 +393,7 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-_DATA_URL_HEAD = re.compile(
-    r"data:(?P<kind>[\w.+/-]*)(?:;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,", re.IGNORECASE
-)
+_DATA_URL_HEAD = re.compile(r"data:(?P<kind>[\w.+/-]*)(?:;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,", re.I)
 _LONGEST_PREFIX = 256
 # Characters decoded at once, within about a millisecond: a multiple of 4.
 _PIECE = 512 * 1024

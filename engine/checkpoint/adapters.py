@@ -126,9 +126,8 @@ class Adapter:
 
 @contextmanager
 def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Adapter | None]]:
-    """The path to load a checkpoint from: its own, or for an adapter a temporary folder with links to its
-    files and to those of its base; and the adapter, which some checkpoints have within them. Raises
-    ModelLoadError for one that cannot be added."""
+    """The path to load a checkpoint from, and its adapter. For an adapter with a base the path is a temporary
+    folder with links to the files of both. Raises ModelLoadError for an adapter that cannot be added."""
     found = find_file(path, _SETTINGS, revision)
     if found is None:
         yield path, _within(path, revision)
@@ -168,9 +167,8 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
 def _within(path: str, revision: str | None) -> Adapter | None:
     """The adapter for retrieval of a jina-embeddings-v5; None for all other checkpoints."""
     config = find_file(path, "config.json", revision)
-    if config is None or JINA_V5 not in config.read_text(encoding="utf-8", errors="replace"):
-        return None
-    if read_files(path, revision).architecture != JINA_V5:
+    is_named = config is not None and JINA_V5 in config.read_text(encoding="utf-8", errors="replace")
+    if not is_named or read_files(path, revision).architecture != JINA_V5:
         return None
     found = [find_file(path, f"{_FOR_RETRIEVAL}{name}", revision) for name in (_SETTINGS, WEIGHTS)]
     if found[0] is None or found[1] is None:
@@ -239,8 +237,7 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
 
 
 def read_adapter(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapter:
-    """The adapter of a folder with the settings of its config. Raises ModelLoadError for tensors that are not
-    of LoRA, or do not agree with the settings."""
+    """The adapter of a folder. Raises ModelLoadError for tensors that do not agree with its settings."""
     if not (folder / WEIGHTS).is_file():
         raise ModelLoadError(f"the adapter {path!r} has no {WEIGHTS}")
     tensors = load_file(folder / WEIGHTS)
@@ -266,8 +263,7 @@ def read_adapter(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapte
 
 
 def _replaced(path: str, name: str, settings: Mapping[str, Any]) -> str:
-    """The name of the model's tensor that one of the adapter replaces. Raises ModelLoadError for one that
-    replaces none."""
+    """The name of the model's tensor that one of the adapter's replaces. Raises ModelLoadError for none."""
     own = _WITHIN_SAVED.sub(".", name.removeprefix(_WRAPPED)).replace(".base_layer.", ".")
     is_bias = own.endswith(".bias") and settings.get("bias", "none") != "none"
     if ".lora_" in name or not (is_bias or _is_in(own, settings.get("modules_to_save") or ())):
@@ -284,9 +280,7 @@ def _change(path: str, name: str, found: Mapping[str, torch.Tensor], settings: M
     rank = int(_for(path, name, settings.get("rank_pattern"), settings.get("r")) or 0)
     alpha = float(_for(path, name, settings.get("alpha_pattern"), settings.get("lora_alpha")) or 0)
     if rank < 1 or len(found["A"]) != rank:
-        raise ModelLoadError(
-            f"the adapter {path!r} says that its rank is {rank}, which its matrices have not"
-        )
+        raise ModelLoadError(f"the adapter {path!r} says that its rank is {rank}; its matrices have another")
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     return Change(found["A"], found["B"], scale, found.get("magnitude_vector"))
 
@@ -303,8 +297,8 @@ def _for(path: str, name: str, patterns: Any, otherwise: Any) -> Any:
 
 
 def _named(path: str, modules: Mapping[str, Any], name: str) -> Any:
-    """The module of a name. Its first parts may differ from the model's, because they change with
-    transformers' versions. The longest ending that a module has must belong to one module only."""
+    """The module whose name ends as this one, by the longest ending that a module has: first parts change
+    with transformers' versions. Raises ModelLoadError for several modules, or none."""
     parts = name.split(".")
     for first in range(len(parts)):
         rest = ".".join(parts[first:])

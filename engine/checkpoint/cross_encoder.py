@@ -19,7 +19,7 @@ from maxsimd.engine.checkpoint.encoders import SCORES, pooling_of, split_modules
 from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings, names_of
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead, TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task, is_causal
-from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
+from maxsimd.engine.checkpoint.reading import LibraryReader, TemplateReader
 from maxsimd.engine.checkpoint.reference import (
     ClassifierReference,
     FirstWordReference,
@@ -40,6 +40,7 @@ from maxsimd.engine.ops.qkv import QKV
 from maxsimd.pooling.methods import METHODS
 
 log = logging.getLogger(__name__)
+_RELEVANT = ("Query: {{ query }} Document: {{ document }} Relevant:",)
 _NEWLINE = "{{ '\\n' }}"
 
 
@@ -85,31 +86,26 @@ def _parts(
 ) -> dict[str, Any]:
     template, prompt = _prompted(encoder, given or _template_of(encoder[0]))
     sigmoid = len(labels) == 1 or config.problem_type == "multi_label_classification"
-    reader: Reader = LibraryReader(encoder)
-    if given is not None and template is not None:
-        reader = TemplateReader(encoder.tokenizer, template)
     return {
         "tokenizer": encoder.tokenizer,
         "tasks": {"classify": task},
         "score_task": "classify",
         "query": RoleRules(prompt),
         "text": RoleRules(prompt),
-        "prompts": _prompts(encoder),
+        "prompts": {name: each for name, each in encoder.prompts.items() if each},
         "activation": encoder.activation_fn,
         "probabilities": torch.sigmoid if sigmoid else torch.nn.Softmax(dim=-1),
         "labels": labels,
         "pairs": PairRules(_truncation_of(path, encoder[0]), template),
-        "reader": reader,
+        "reader": LibraryReader(encoder)
+        if given is None or template is None
+        else TemplateReader(encoder.tokenizer, template),
     }
 
 
-def _prompts(encoder: CrossEncoder) -> dict[str, str]:
-    return {name: prompt for name, prompt in encoder.prompts.items() if prompt}
-
-
 def _prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
-    """The template with the prompt that a CrossEncoder uses by default as its instruction, where
-    sentence-transformers makes messages of a pair; else the prompt, which stands before the query."""
+    """The template, with a CrossEncoder's default prompt as its instruction where sentence-transformers makes
+    messages of a pair; and else that prompt, which stands before the query."""
     prompt = encoder.prompts.get(encoder.default_prompt_name) or ""
     if template is None or "message" not in encoder[0].modality_config:
         return template, prompt
@@ -123,8 +119,7 @@ def _scored_by_modules(
     given: ScoreTemplate | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """The parts of an encoder whose pooled vector of a pair becomes its scores by modules, the last a
-    Dense."""
+    """The parts of an encoder whose modules, the last a Dense, score the pooled vector of a pair."""
     modules = list(encoder)
     set_activations(
         path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
@@ -163,13 +158,8 @@ def _template_of(transformer: Any) -> ScoreTemplate | None:
         return None
     variables = special_tokens(transformer.tokenizer) | settings
     in_parts = transformer.input_formatter.message_format == "structured"
-    found = ScoreTemplate(
-        (template,),
-        variables=variables,
-        in_parts=in_parts,
-        restores_end=restores_end,
-        by_messages=True,
-    )
+    others: dict[str, Any] = {"in_parts": in_parts, "restores_end": restores_end, "by_messages": True}
+    found = ScoreTemplate((template,), variables=variables, **others)
     try:
         found.check()
     except ModelLoadError as error:
@@ -268,7 +258,7 @@ FAMILIES = {
     "T5ForConditionalGeneration": Family(
         example="castorini/monot5-base-msmarco",
         named="monot5",
-        segments=("Query: {{ query }} Document: {{ document }} Relevant:",),
+        segments=_RELEVANT,
         true="\u2581true",
         false="\u2581false",
         activation=torch.nn.LogSigmoid(),
@@ -276,23 +266,13 @@ FAMILIES = {
     "MT5ForConditionalGeneration": Family(
         example="unicamp-dl/mt5-base-mmarco-v2",
         named="marco",
-        segments=("Query: {{ query }} Document: {{ document }} Relevant:",),
+        segments=_RELEVANT,
         true="\u2581yes",
         false="\u2581no",
         activation=torch.nn.LogSigmoid(),
         widest=1024,
     ),
 }
-
-
-def load_language_model(
-    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Reads a `*ForCausalLM` served as `name`: a `CrossEncoder` save by its own settings, a bare one by its
-    family's model card."""
-    if files.modules:
-        return _load_saved(path, files, template, options)
-    return _load_bare(name, path, files, template, options)
 
 
 def _load_saved(
@@ -322,7 +302,7 @@ def _load_saved(
         raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
     parts = _answering(transformer.auto_model, transformer.tokenizer, words) | {
         "query": RoleRules(prompt),
-        "prompts": _prompts(encoder),
+        "prompts": {name: each for name, each in encoder.prompts.items() if each},
         "activation": activation or encoder.activation_fn,
         "pairs": PairRules(_truncation_of(path, transformer), template),
         "reader": LibraryReader(encoder, can_score=False)
@@ -332,9 +312,13 @@ def _load_saved(
     return with_pictures(path, transformer, parts)
 
 
-def _load_bare(
+def load_language_model(
     name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
+    """Reads a `*ForCausalLM` served as `name`: a `CrossEncoder` save by its own settings, a bare one by its
+    family's model card."""
+    if files.modules:
+        return _load_saved(path, files, template, options)
     family = FAMILIES.get(files.architecture)
     if family is None and template is None:
         raise ModelLoadError(
@@ -406,12 +390,11 @@ def _token_id(tokenizer: Any, word: str, path: str) -> int:
 
 
 class AnsweringDecoder(torch.nn.Module):
-    """A T5 with its decoder's first step: the decoder's state, from which the logits of the first word of an
-    answer are made, stands in the first row of each sequence in place of the encoder's, and so is pooled as
-    a first token is.
+    """A T5 with its decoder's first step, whose state gives the logits of an answer's first word. That state
+    replaces the encoder's in the first row of each sequence, where it is pooled as a first token.
 
-    In a packed step, all sequences' decoders run together, one row per sequence, and attend to the encoder's
-    rows of their own sequence as the first row of one."""
+    In a packed step, all sequences' decoders run together, one row per sequence. Each attends to the
+    encoder's rows of its own sequence, as the first of them."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -438,20 +421,18 @@ class AnsweringDecoder(torch.nn.Module):
     ) -> BaseModelOutput:
         """The states [n, tokens, hidden] of token ids [n, tokens], or [1, rows, hidden] of a packed step."""
         options = {} if step_attention is None else {"step_attention": step_attention}
-        encoded = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **options)
-        states = encoded.last_hidden_state.clone()
+        encoded = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask, **options
+        ).last_hidden_state
+        states = encoded.clone()
         if step_attention is None:
             starts = torch.full((len(input_ids), 1), self._start, device=input_ids.device)
-            decoded = self.decoder(
-                input_ids=starts,
-                encoder_hidden_states=encoded.last_hidden_state,
-                encoder_attention_mask=attention_mask,
-                use_cache=False,
-            )
+            given = {"encoder_hidden_states": encoded, "encoder_attention_mask": attention_mask}
+            decoded = self.decoder(input_ids=starts, **given, use_cache=False)
             states[:, 0] = decoded.last_hidden_state[:, 0] * self._scale
         else:
             first = step_attention.metadata.first_of_each
-            states[0, first] = self._decoded(encoded.last_hidden_state, first, step_attention) * self._scale
+            states[0, first] = self._decoded(encoded, first, step_attention) * self._scale
         return BaseModelOutput(last_hidden_state=states)
 
     def _decoded(self, encoded: torch.Tensor, first: torch.Tensor, step_attention: Any) -> torch.Tensor:

@@ -36,9 +36,8 @@ _LABELS = 13
 
 
 def with_architecture(model: str, revision: str | None, files: CheckpointFiles) -> CheckpointFiles:
-    """The files of a checkpoint. Where its config names no class, or only a base model or a masked language
-    model though the tensors of a classifier are there, the config has the class that the tensors fit, and
-    their number of labels."""
+    """The files of a checkpoint. If its config names no class, or one without a head although there are the
+    tensors of a classifier, the config gets the class that the tensors fit, and their number of labels."""
     named = files.config.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
     if first != STANFORD and _is_of_stanford(model, revision, files):
@@ -66,8 +65,8 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
 
 
 def _is_of_stanford(model: str, revision: str | None, files: CheckpointFiles) -> bool:
-    """Whether a checkpoint has the settings and the projection of Stanford's ColBERT, whose own code reads
-    both whatever class is named."""
+    """Whether there are the settings and the projection of Stanford's ColBERT, which count whatever class is
+    named."""
     if not files.config_at_root or saved_for_late_interaction(files):
         return False
     if find_file(model, "artifact.metadata", revision) is None:
@@ -87,8 +86,8 @@ def follow_stanford(files: CheckpointFiles) -> CheckpointFiles:
 
 
 def _class_of(config: dict[str, Any], names: Set[str]) -> Any:
-    """A model without weights, of `_LABELS` labels, of the class that tensors of these names fit; None for a
-    type of model that transformers lacks. Without names, the config's keys tell a classifier."""
+    """A model without weights, of `_LABELS` labels, whose class fits tensors of these names, or without names
+    the config's keys; None for a type of model that transformers lacks."""
     import transformers
 
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -242,6 +241,10 @@ class Kind:
     kinds: tuple[str, ...]
     form: str
 
+    @property
+    def named(self) -> str:
+        return ", ".join(name for name in self.architectures if name != "*")
+
 
 SUPPORTED = (
     Kind(
@@ -296,19 +299,10 @@ def kind_of(architecture: str) -> Kind:
 
 
 def kinds_as_lines() -> list[str]:
-    columns = [(", ".join(row.kinds), _names(row), row.form) for row in SUPPORTED]
-    widths = [max(len(column[i]) for column in columns) for i in range(2)]
-    return [f"{kinds:<{widths[0]}}  {names:<{widths[1]}}  {form}" for kinds, names, form in columns]
-
-
-def kinds_as_markdown() -> str:
-    head = "| scored by | architectures | form |\n| --- | --- | --- |\n"
-    return head + "\n".join(f"| {', '.join(row.kinds)} | {_names(row)} | {row.form} |" for row in SUPPORTED)
+    kinds = max(len(", ".join(row.kinds)) for row in SUPPORTED)
+    names = max(len(row.named) for row in SUPPORTED)
+    return [f"{', '.join(row.kinds):<{kinds}}  {row.named:<{names}}  {row.form}" for row in SUPPORTED]
 
 
 def supported_architectures() -> str:
-    return ", ".join(_names(row) for row in SUPPORTED)
-
-
-def _names(row: Kind) -> str:
-    return ", ".join(name for name in row.architectures if name != "*")
+    return ", ".join(row.named for row in SUPPORTED)

@@ -54,12 +54,12 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     refuse_modules_not_finite(path, list(model)[1:])
     dense = [module for module in after if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else pooling.get_embedding_dimension()
-    head: Head = ModuleHead(after, "sentence_embedding")
+    head: Head = ModuleHead(after, _POOLED)
     normalized = ends_normalized(after)
     if model.truncate_dim is not None and model.truncate_dim < dim:
         dim, normalized = model.truncate_dim, False
         head = FirstColumns(head, dim, normalized)
-    reference = ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding")
+    reference = ModulesReference([transformer, pooling, *after], transformer.tokenizer, _POOLED)
     tasks = {"embed": Task(pooling_of(pooling), head, dim, normalized, reference)}
     obstacle = _obstacle_at_token_level(transformer, after)
     if obstacle is None:
@@ -91,17 +91,15 @@ def _rules(
     own = {Role.QUERY: transformer.query_length, Role.DOCUMENT: transformer.document_length}
     lengths = [None if role in looked_up else settings.length(length) for role, length in own.items()]
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
-    named = {
-        Role.QUERY: (prompts.get("query", ""), lengths[0]),
-        Role.DOCUMENT: (prompt_of_documents(path, model.prompts), lengths[1]),
-        Role.TEXT: (
-            prompts.get(model.default_prompt_name or "", ""),
-            with_limit(transformer.tokenizer, *lengths),
-        ),
+    of_roles = {
+        "query": prompts.get("query", ""),
+        "document": prompt_of_documents(path, model.prompts),
+        "text": prompts.get(model.default_prompt_name or "", ""),
     }
+    lengths.append(with_limit(transformer.tokenizer, *lengths))
     rules = {
-        role.value: RoleRules(prompt, max_tokens=length, pool_specials=role not in looked_up, **others)
-        for role, (prompt, length) in named.items()
+        name: RoleRules(prompt, max_tokens=length, pool_specials=Role(name) not in looked_up, **others)
+        for (name, prompt), length in zip(of_roles.items(), lengths, strict=True)
     }
     return {"prompts": prompts, **rules}
 
@@ -163,16 +161,13 @@ def _obstacle_at_token_level(transformer: Any, after: list[Any]) -> str | None:
 def _of_tokens(transformer: Any, dense: list[Dense]) -> Task:
     """A vector a token. A projection of sentence embeddings is applied to tokens as well, as
     sentence-transformers converts it."""
-    modules = [*map(_at_token_level, dense), Normalize("token_embeddings")]
+    projection = [copy.deepcopy(each) for each in dense]
+    for each in projection:
+        each.module_input_name = each.module_output_name = "token_embeddings"
+    modules = [*projection, Normalize("token_embeddings")]
     dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
     reference = ModulesReference([transformer, *modules], transformer.tokenizer, "token_embeddings")
     return Task("all", ModuleHead(modules, "token_embeddings"), dim, True, reference)
-
-
-def _at_token_level(dense: Dense) -> Dense:
-    made = copy.deepcopy(dense)
-    made.module_input_name = made.module_output_name = "token_embeddings"
-    return made
 
 
 def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +178,14 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
         path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
     )
     transformer, rest = modules[0], modules[1:]
-    _refuse_random_projection(path, files, rest)
+    named = sum(str(module.get("type", "")).endswith("Dense") for module in files.modules)
+    made = sum(isinstance(module, Dense) for module in rest)
+    if made > named and (files.modules or files.architecture != STANFORD):
+        where = "modules.json" if files.modules else "config_sentence_transformers.json"
+        raise ModelLoadError(
+            f"{where} of {path!r} is for late interaction without a projection, and sentence-transformers "
+            "would add a random one; download the whole checkpoint with its 1_Dense folder"
+        )
     settings = read_text_settings(path, transformer)
     refuse_modules_not_finite(path, rest)
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
@@ -226,29 +228,16 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
         ),
         "similarity": model.similarity_fn_name,
         "prompts": {name: text for name, text in model.prompts.items() if text},
-        "token_pooling": TokenPooling(poolings[0], _roles(poolings[0])) if poolings else None,
+        "token_pooling": _token_pooling(poolings[0]) if poolings else None,
         "reader": LibraryReader(model, mask),
     }
     return with_pictures(path, transformer, parts)
 
 
-def _refuse_random_projection(path: str, files: CheckpointFiles, modules: list[Any]) -> None:
-    """Raises ModelLoadError for a projection that is in no file: sentence-transformers adds a random one to
-    a checkpoint without."""
-    named = sum(str(module.get("type", "")).endswith("Dense") for module in files.modules)
-    made = sum(isinstance(module, Dense) for module in modules)
-    if made > named and (files.modules or files.architecture != STANFORD):
-        where = "modules.json" if files.modules else "config_sentence_transformers.json"
-        raise ModelLoadError(
-            f"{where} of {path!r} is for late interaction without a projection, and sentence-transformers "
-            "would add a random one; download the whole checkpoint with its 1_Dense folder"
-        )
-
-
-def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:
-    """The roles whose tokens are merged; a text without a role counts as a document."""
-    roles = {Role.QUERY} if pooling.applies_to("query") else set()
-    return frozenset(roles | ({Role.DOCUMENT, Role.TEXT} if pooling.applies_to("document") else set()))
+def _token_pooling(pooling: HierarchicalTokenPooling) -> TokenPooling:
+    # A text without a role counts as a document.
+    named = {Role.QUERY: "query", Role.DOCUMENT: "document", Role.TEXT: "document"}
+    return TokenPooling(pooling, frozenset(role for role, name in named.items() if pooling.applies_to(name)))
 
 
 def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.int64] | None:
@@ -264,27 +253,20 @@ def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.in
 
 
 def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped: Any) -> RoleRules:
-    expansion = transformer.query_expansion
-    if expansion is None:
-        length = settings.length(transformer.query_length)
-        return RoleRules(prompt=prompt, max_tokens=length, skipped_ids=skipped)
+    said = transformer.query_expansion
+    if said is None:
+        return RoleRules(prompt, max_tokens=settings.length(transformer.query_length), skipped_ids=skipped)
+    # PyLate pads with [MASK] for encoders and with the end-of-text token for decoders.
     tokenizer = transformer.tokenizer
-    if expansion["token"] is not None:
-        token_id = tokenizer.convert_tokens_to_ids(expansion["token"])
-    else:
-        # PyLate pads with [MASK] for encoders and with the end-of-text token for decoders.
-        token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
-    length = expansion["length"]
+    token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+    if said["token"] is not None:
+        token_id = tokenizer.convert_tokens_to_ids(said["token"])
     # Without truncation, a query may be longer than the length that shorter ones are filled up to.
-    fixed = expansion["strategy"] == "fixed" and settings.truncation is not None
-    at_least = transformer.query_length and max(transformer.query_length, length)
-    longest = length if fixed else settings.length(at_least)
-    return RoleRules(
-        prompt=prompt,
-        max_tokens=longest,
-        expansion=Expansion(length, token_id, expansion["attend"], fixed),
-        skipped_ids=skipped,
-    )
+    fixed = said["strategy"] == "fixed" and settings.truncation is not None
+    at_least = transformer.query_length and max(transformer.query_length, said["length"])
+    longest = said["length"] if fixed else settings.length(at_least)
+    expansion = Expansion(said["length"], token_id, said["attend"], fixed)
+    return RoleRules(prompt, max_tokens=longest, expansion=expansion, skipped_ids=skipped)
 
 
 class MaskedWordsHead(torch.nn.Module, WordsHead):
@@ -353,21 +335,24 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
             'for sparse encoders; remove "message" from its modality_config'
         )
     rules = _rules(path, model, transformer, looked_up=roles)
-    head = MaskedWordsHead(
-        transformer.auto_model,
-        twice=pooling.activation_function == "log1p_relu",
-        most=model.max_active_dims,
-    )
+    tokenizer, twice = transformer.tokenizer, pooling.activation_function == "log1p_relu"
+    head = MaskedWordsHead(transformer.auto_model, twice=twice, most=model.max_active_dims)
     if static is not None:
         refuse_modules_not_finite(path, [static])
-        _check_static(path, static, transformer, head)
+        if static.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ModelLoadError(f"{path!r} has another tokenizer for queries than for documents")
+        if len(static.weight) < len(tokenizer):
+            raise ModelLoadError(
+                f"{path!r} has {len(static.weight)} static weights for {len(tokenizer)} tokens; some would "
+                "have none"
+            )
         head.look_up(static.weight, roles)
-    reference = ModulesReference([transformer, pooling], transformer.tokenizer, "sentence_embedding")
+    reference = ModulesReference([transformer, pooling], tokenizer, _POOLED)
     method, similarity = f"{pooling.pooling_strategy}-words", model.similarity_fn_name
     task = Task(method, head, COLUMNS, normalized=False, reference=reference, words=head.num_words)
     return rules | {
         "backbone": transformer.auto_model.base_model,
-        "tokenizer": transformer.tokenizer,
+        "tokenizer": tokenizer,
         "tasks": {SPARSE_EMBED: task},
         "score_task": SPARSE_EMBED,
         "similarity": "sparse" if similarity == "dot" else f"sparse-{similarity}",
@@ -405,26 +390,13 @@ def _taken_apart(path: str, modules: list[Any]) -> _Parts:
 
 def _splade(path: str, modules: list[Any]) -> tuple[Any, SpladePooling]:
     names = ", ".join(type(module).__name__ for module in modules)
-    if (
-        len(modules) != 2
-        or not hasattr(modules[0], "auto_model")
-        or not isinstance(modules[1], SpladePooling)
-    ):
+    pools = len(modules) == 2 and isinstance(modules[1], SpladePooling)
+    if not pools or not hasattr(modules[0], "auto_model"):
         raise ModelLoadError(
             f"{path!r} has the modules {names}; of sparse encoders a masked language model with "
             "SpladePooling is supported"
         )
-    if not type(modules[0].auto_model).__name__.endswith("ForMaskedLM"):
-        kind = type(modules[0].auto_model).__name__
+    kind = type(modules[0].auto_model).__name__
+    if not kind.endswith("ForMaskedLM"):
         raise ModelLoadError(f"{path!r} is a {kind}; SpladePooling needs a *ForMaskedLM")
     return modules[0], modules[1]
-
-
-def _check_static(path: str, static: Any, transformer: Any, head: MaskedWordsHead) -> None:
-    if static.tokenizer.get_vocab() != transformer.tokenizer.get_vocab():
-        raise ModelLoadError(f"{path!r} has another tokenizer for queries than for documents")
-    if len(static.weight) < len(transformer.tokenizer):
-        raise ModelLoadError(
-            f"{path!r} has {len(static.weight)} static weights for {len(transformer.tokenizer)} tokens; some "
-            "would have none"
-        )

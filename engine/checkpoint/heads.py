@@ -50,19 +50,17 @@ class LayerNorm(nn.Module):
         self.norm = norm
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(rows)
-        return out
+        normalized: torch.Tensor = self.norm(rows)
+        return normalized
 
 
 class _FeatureModules(nn.Module):
-    """sentence-transformers' modules of any other kind, called by their own protocol: each takes and returns
-    a dictionary of features."""
+    """sentence-transformers' modules of another kind, which each take and return a dictionary of features."""
 
     def __init__(self, modules: Sequence[nn.Module], feature: str, result: str) -> None:
         super().__init__()
         self.inner = nn.ModuleList(modules)
-        self._feature = feature
-        self._result = result
+        self._feature, self._result = feature, result
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         features = {self._feature: rows}
@@ -92,20 +90,16 @@ def _on_rows(module: Any, feature: str, result: str) -> nn.Module | None:
 
 
 class ModuleHead:
-    """Modules applied to rows one after the other: Dense, Normalize, LayerNorm, or what sentence-transformers
-    has instead of them.
-
-    `feature` is the name under which the latter pass on the rows: sentence_embedding or token_embeddings. The
-    last one may name its `result` otherwise."""
+    """Modules applied to rows one after the other: ours, or sentence-transformers', which pass rows on under
+    the name `feature`. The last one may name its `result` otherwise."""
 
     def __init__(self, modules: Sequence[nn.Module], feature: str, result: str | None = None) -> None:
         result = result or feature
         results = [feature] * (len(modules) - 1) + [result]
         ours = [_on_rows(module, feature, made) for module, made in zip(modules, results, strict=False)]
-        known = [module for module in ours if module is not None]
-        self.modules: list[nn.Module] = (
-            known if len(known) == len(ours) else [_FeatureModules(modules, feature, result)]
-        )
+        self.modules = [module for module in ours if module is not None]
+        if len(self.modules) < len(ours):
+            self.modules = [_FeatureModules(modules, feature, result)]
         for module in self.modules:
             module.float()
 
@@ -115,19 +109,14 @@ class ModuleHead:
         return rows
 
     def __str__(self) -> str:
-        modules = [
-            inner
-            for module in self.modules
-            for inner in (module.inner if isinstance(module, _FeatureModules) else [module])
-        ]
+        first = self.modules[0] if self.modules else None
+        modules = first.inner if isinstance(first, _FeatureModules) else self.modules
         return " and ".join(type(module).__name__ for module in modules) or "nothing"
 
 
 class ClassifierHead:
-    """The head of a transformers `*ForSequenceClassification` model, run by the model's own code.
-
-    The model is called with its backbone replaced by a module that returns the pooled rows as sequences of
-    one token, so that everything that the family does after its backbone is done here too."""
+    """The head of a transformers `*ForSequenceClassification` model, run by the model's own code, in which a
+    module that returns the pooled rows as sequences of one token replaces the backbone."""
 
     def __init__(self, model: Any) -> None:
         self._rows = GivenRows(_pooler_of(model.base_model), getattr(model, "output_type", None))
@@ -169,8 +158,7 @@ class ClassifierHead:
         return self._rows.logits(self.model, ids, rows[:, None, :])  # [n, labels]
 
     def _in_short(self, rows: torch.Tensor) -> torch.Tensor:
-        """The family's pooler and classifier one after the other, without the rest of the model's code, which
-        for one row takes longer than these."""
+        """The family's pooler and classifier alone. For one row the rest of the model's code takes longer."""
         states = rows[:, None, :]  # [n, 1, hidden]
         pooler = self._rows.pooler
         logits: torch.Tensor = self.model.classifier(states if pooler is None else pooler(states))
@@ -279,16 +267,15 @@ class _ActivatedPooler(torch.nn.Module):
 
 
 def _pooler_of(backbone: Any) -> torch.nn.Module | None:
-    """The module that maps a backbone's hidden states [n, tokens, hidden] to its `pooler_output`, if there is
-    one."""
+    """The module that maps hidden states [n, tokens, hidden] to the `pooler_output`, if there is one."""
     pooler = getattr(backbone, "pooler", None)
     activation = getattr(backbone, "pooler_activation", None)
     return pooler if pooler is None or activation is None else _ActivatedPooler(pooler, activation)
 
 
 class GivenRows(torch.nn.Module):
-    """Replaces a backbone: returns the rows that it was given, and the output of the family's pooler for
-    them, as an `output_type`: by default transformers' own."""
+    """Replaces a backbone: returns the rows that it was given, and the family's pooler's output for them, as
+    an `output_type`: by default transformers' own."""
 
     def __init__(self, pooler: torch.nn.Module | None, output_type: Callable[..., Any] | None = None) -> None:
         super().__init__()

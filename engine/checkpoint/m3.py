@@ -47,7 +47,11 @@ def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dic
     """The files of the layers by the names of these, as they are published or converted to safetensors, or
     those of the encoder's weights."""
     if files.architecture in _ALIBABA:
-        return _among_weights(model, revision)
+        if f"{_CLASSIFIER}weight" not in tensor_names(model, revision):
+            return {}
+        file = files_of_tensors(model, revision)[f"{_CLASSIFIER}weight"]
+        # A classifier with a single row weighs tokens; others tell kinds of tokens apart.
+        return {SPARSE: file} if len(_of_classifier(file)["weight"]) == 1 else {}
     if files.architecture != "XLMRobertaModel":
         return {}
     files_of = {
@@ -55,14 +59,6 @@ def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dic
         for name in (SPARSE, TOKENS)
     }
     return {name: found or pickled for name, (found, pickled) in files_of.items() if found or pickled}
-
-
-def _among_weights(model: str, revision: str | None) -> dict[str, Path]:
-    """The file of a classifier with a single row, which weighs tokens; others tell kinds of tokens apart."""
-    if f"{_CLASSIFIER}weight" not in tensor_names(model, revision):
-        return {}
-    file = files_of_tensors(model, revision)[f"{_CLASSIFIER}weight"]
-    return {SPARSE: file} if len(_of_classifier(file)["weight"]) == 1 else {}
 
 
 def _of_classifier(file: Path) -> dict[str, torch.Tensor]:
@@ -73,18 +69,12 @@ def _of_classifier(file: Path) -> dict[str, torch.Tensor]:
 
 
 def readable(
-    model: str,
-    files: CheckpointFiles,
-    layers: Mapping[str, Path],
-    score_type: ScoreType,
-    allow_pickle: bool,
+    model: str, files: CheckpointFiles, layers: Mapping[str, Path], score_type: ScoreType, allow_pickle: bool
 ) -> dict[str, Path]:
-    """The layers that may be read. Raises ModelLoadError if the scores need one that is missing or may not be
-    read."""
+    """The layers that may be read. Raises ModelLoadError if the scores need another one."""
     pickled = {name for name, path in layers.items() if path.suffix == ".pt" and not allow_pickle}
-    needed = (
-        set() if score_type is ScoreType.SPARSE and weighs_words(files) else _NEEDED.get(score_type, set())
-    )
+    by_words = score_type is ScoreType.SPARSE and weighs_words(files)
+    needed = set() if by_words else _NEEDED.get(score_type, set())
     if layers and needed & pickled:
         raise ModelLoadError(
             f"{model!r} has {_named(needed & pickled)} for {score_type.value} scores; pickles are read with "
@@ -181,12 +171,11 @@ def _layer(path: str, name: str, file: Path, hidden: int) -> Dense:
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     except Exception as error:
         raise ModelLoadError(f"cannot read {file.name} of {path!r}: {one_line(error)}") from error
-    size = shapes.get("bias", (0,))[0] if shapes.get("bias") else 0
-    wanted = {"weight": (1 if name == SPARSE else size, hidden), "bias": (1 if name == SPARSE else size,)}
+    size = 1 if name == SPARSE else sum(shapes.get("bias", ())[:1])
+    wanted = {"weight": (size, hidden), "bias": (size,)}
     if shapes != wanted or size == 0:
         raise ModelLoadError(
-            f"{file.name} of {path!r} has the tensors {shapes}, and not a weight and a bias for {hidden} "
-            "numbers"
+            f"{file.name} of {path!r} has the tensors {shapes}, not a weight and a bias for {hidden} numbers"
         )
     refuse_not_finite(path, [(f"{file.name}/{key}", tensor) for key, tensor in tensors.items()])
     activation = torch.nn.ReLU() if name == SPARSE else torch.nn.Identity()

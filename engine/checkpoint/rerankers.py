@@ -71,8 +71,7 @@ def load_layerwise(
         log.info("token compression: %s", compression)
         backbone.config.compress_ratio = compression.ratio
         backbone.config.compress_layers = list(compression.layers)
-    kinds = getattr(backbone.config, "layer_types", None)
-    if kinds:
+    if kinds := getattr(backbone.config, "layer_types", None):
         backbone.config.layer_types = list(kinds[:layer])
     backbone = backbone.to(options["device"]).eval()
     head = _head(path, files.config, is_gemma, layer).to(options["device"])
@@ -94,8 +93,8 @@ def load_layerwise(
 
 
 def _compression(config: EngineConfig, last: int, cutoff: int) -> Compression | None:
-    """The compression that is asked for, of a model with `last` layers that is cut off behind one. Raises
-    ModelLoadError for one that cannot be, or that would have no effect."""
+    """The compression that is asked for, of a model with `last` layers that stops behind `cutoff`. Raises
+    ModelLoadError for one that is impossible or would have no effect."""
     given = None if config.compress_layers is None else compress_layers_of(config.compress_layers)
     if config.compress_ratio == 1:
         if given is not None:
@@ -194,6 +193,10 @@ def load_bidirectional_reranker(
     temperature = float(files.config.get("temperature") or 1.0)
     divided = "" if temperature == 1 else f", divided by {temperature:g}"
     head = _LinearScore(model.score.weight, f"a linear score{divided}", temperature=temperature)
+    # The card's template, between the special tokens that the tokenizer puts around a text.
+    before, trailing_ids = ids_around(tokenizer)
+    leading = "".join(tokenizer.convert_ids_to_tokens(before))
+    segments = (f"{{{{ {leading!r} }}}}", _QUESTION) if leading else (_QUESTION,)
     pooling = MODES[POOLING[files.config.get("pooling", "avg")]]
     reference = PooledReference(model.model, tokenizer, pooling, head)
     return {
@@ -204,27 +207,17 @@ def load_bidirectional_reranker(
         "activation": _activation(path, files),
         "labels": labels,
         "probabilities": torch.sigmoid if len(labels) == 1 else torch.nn.Softmax(dim=-1),
-        "pairs": PairRules("only_second", template or _question(tokenizer)),
+        "pairs": PairRules("only_second", template or ScoreTemplate(segments, trailing_ids=trailing_ids)),
         "reader": TemplateReader(tokenizer, template)
         if template
         else TokenizerReader(tokenizer, "question:{query} \n \n passage:{document}"),
     }
 
 
-def _question(tokenizer: Any) -> ScoreTemplate:
-    """The card's template, between the special tokens that the tokenizer puts around a text."""
-    before, trailing_ids = ids_around(tokenizer)
-    leading = "".join(tokenizer.convert_ids_to_tokens(before))
-    segments = (f"{{{{ {leading!r} }}}}", _QUESTION) if leading else (_QUESTION,)
-    return ScoreTemplate(segments, trailing_ids=trailing_ids)
-
-
 def _activation(path: str, files: CheckpointFiles) -> torch.nn.Module:
     """The activation that the config names, or none, as the card has it."""
-    of_sentence_transformers = files.config.get("sentence_transformers") or {}
-    named = of_sentence_transformers.get("activation_fn") or files.config.get(
-        "sbert_ce_default_activation_function"
-    )
+    nested = files.config.get("sentence_transformers") or {}
+    named = nested.get("activation_fn") or files.config.get("sbert_ce_default_activation_function")
     name = str(named or "Identity").rsplit(".", 1)[-1]
     if name not in ("Identity", "Sigmoid"):
         raise ModelLoadError(f"{path!r} asks for the activation {named}; supported are Identity and Sigmoid")
@@ -274,9 +267,7 @@ def _projection(path: str, revision: str | None, hidden: int) -> _TwoLayers:
     wanted = {"0.weight", "2.weight"}
     if tensors.keys() != wanted:
         different = ", ".join(f"projector.{name}" for name in sorted(tensors.keys() ^ wanted))
-        raise ModelLoadError(
-            f"{path!r} has another projector than jina-reranker-v3: it differs in {different}"
-        )
+        raise ModelLoadError(f"{path!r} has another projector than jina-reranker-v3, by {different}")
     first, second = tensors["0.weight"], tensors["2.weight"]
     if (first.ndim, second.ndim, first.shape[-1], second.shape[-1]) != (2, 2, hidden, first.shape[0]):
         raise ModelLoadError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
@@ -23,6 +23,10 @@ _NOT_HELD = (
 )
 
 
+# Texts, and None in place of each picture.
+Parts: TypeAlias = Sequence[str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One rendered segment: the text `before` the document and `after` it, or all of it in `before`."""
@@ -33,7 +37,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPair:
-    """The text of a pair that has pictures: what stands `before` the document in all pairs of the query, and
+    """The text of a pair with pictures, the part `before` the document that all pairs of the query share, and
     whether the query's pictures come first."""
 
     text: str
@@ -45,14 +49,12 @@ class WrittenPair:
 class ScoreTemplate:
     """Segments of Jinja, each rendered and tokenized by itself, as model cards put their inputs together.
 
-    A segment may name `query`, `document` and `instruction`, or go through `messages`, which have the roles
-    system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.
-    `variables` are handed to it as well. With `in_parts` the content of a message is a list of parts, and a
-    picture is one; else `picture` stands for one in a text. Behind all that is written stand the
-    `trailing_ids`, tokens that no text has. With `marks_document` the tokens of the segment with the document
-    have type 1, all others 0. Where a pair is truncated, what the template writes at its end is put back if
-    it `restores_end`. `by_messages` it sees no more than messages, as a checkpoint's own does. The `source`
-    is the model whose card has it.
+    A segment may name `query`, `document`, `instruction` and the `variables`, or go through `messages` with
+    the roles system (the instruction), query and document, as sentence-transformers' templates do. It sees
+    messages alone if it is `by_messages`. Their contents are lists of texts and pictures with `in_parts`;
+    else `picture` stands for one in a text. The `trailing_ids` follow all that is written. With
+    `marks_document` the tokens of the segment with the document have type 1, all others 0. A truncated pair
+    keeps what the template writes at its end if it `restores_end`. The `source` is the model of the card.
     """
 
     segments: tuple[str, ...]
@@ -66,16 +68,9 @@ class ScoreTemplate:
     by_messages: bool = False
     source: str = ""
 
-    def pair(
-        self,
-        query: Sequence[str | None],
-        document: Sequence[str | None],
-        instruction: str | None,
-        image_token: str,
-    ) -> "WrittenPair":
-        """The text of a pair of contents, which have texts and, each in place of None, pictures, for which
-        the `image_token` is written. Raises InvalidRequestError for a text with a character that stands for a
-        document here."""
+    def pair(self, query: Parts, document: Parts, instruction: str | None, image_token: str) -> WrittenPair:
+        """The text of a pair of contents: texts, and None for each picture, for which the `image_token` is
+        written. Raises InvalidRequestError for a text with a character that stands for a document here."""
         given = "".join(part for part in (*query, instruction) if part)
         if _DOCUMENT in given:
             raise InvalidRequestError(_NOT_HELD.format("a query beside a picture"), "queries")
@@ -88,11 +83,11 @@ class ScoreTemplate:
         return WrittenPair(written, before if written.startswith(before) else "", query_first)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame] | None:
-        """One frame a segment, with the query and the instruction (or the template's own) inserted.
+        """One frame a segment, with the query and the instruction (or the template's own) inserted. Unless
+        the template `is_plain`, it may write some texts otherwise.
 
         None for a template that does not write the document once, or a checkpoint's own that writes it before
-        the query. Unless the template `is_plain`, it may write some texts otherwise. Raises
-        InvalidRequestError for an instruction with a character that stands for a text here."""
+        the query. Raises InvalidRequestError for an instruction with a character that stands for a text."""
         used = instruction or self.instruction
         if used and (_QUERY in used or _DOCUMENT in used):
             raise InvalidRequestError(_NOT_HELD.format("instruction"), "instruction")
@@ -116,8 +111,8 @@ class ScoreTemplate:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether it is certain that the template writes texts as they are, whatever they are: that it has no
-        filter, function or condition that may see into one."""
+        """Whether the template certainly writes all texts as they are, because none of its filters, functions
+        and conditions sees into one."""
         return all(map(_is_plain, self.segments))
 
     def check(self) -> None:
@@ -135,11 +130,7 @@ class ScoreTemplate:
             return False
 
     def _render(
-        self,
-        segment: str,
-        instruction: str | None,
-        query: Sequence[str | None] = (_QUERY,),
-        document: Sequence[str | None] = (_DOCUMENT,),
+        self, segment: str, instruction: str | None, query: Parts = (_QUERY,), document: Parts = (_DOCUMENT,)
     ) -> str:
         contents = {"query": query, "document": document}
         if instruction:
@@ -155,14 +146,14 @@ class ScoreTemplate:
             raise ModelLoadError(f"the score template cannot be rendered: {error}") from error
         return str(rendered[0])
 
-    def _content(self, parts: Sequence[str | None]) -> Any:
+    def _content(self, parts: Parts) -> Any:
         return _in_parts(parts) if self.in_parts else self._joined(parts)
 
-    def _joined(self, parts: Sequence[str | None]) -> str:
+    def _joined(self, parts: Parts) -> str:
         return "".join(self.picture if part is None else part for part in parts)
 
 
-def _in_parts(parts: Sequence[str | None]) -> list[dict[str, str]]:
+def _in_parts(parts: Parts) -> list[dict[str, str]]:
     """Texts, and for each None a picture, as parts of a message."""
     return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
 
@@ -175,10 +166,9 @@ def score_template_file(config: EngineConfig) -> Path | None:
 
 def score_template(config: EngineConfig) -> ScoreTemplate | None:
     """The template that the configuration names, as Jinja or as a file of it. Raises ModelLoadError."""
-    given = config.score_template
+    given, file = config.score_template, score_template_file(config)
     if given is None:
         return None
-    file = score_template_file(config)
     if file is not None and not file.is_file():
         raise ModelLoadError(f"the score template {given!r} is neither Jinja nor a file")
     template = ScoreTemplate((given if file is None else file.read_text(encoding="utf-8"),))
@@ -329,11 +319,10 @@ class ChatRole:
         """The text before a text in two parts: up to a special token, and the rest, with which the text may
         merge. Raises InvalidRequestError for a prompt that cannot be written."""
         before = self.before(prompt)
-        ends = [found.end() for found in self._special.finditer(before)]
-        end = ends[-1] if ends else 0
+        end = max((found.end() for found in self._special.finditer(before)), default=0)
         return before[:end], before[end:]
 
-    def content(self, parts: Sequence[str | None], prompt: str) -> str:
+    def content(self, parts: Parts, prompt: str) -> str:
         """Renders a query or a document of texts and, for each None, a picture."""
         return self._rendered(_in_parts(parts), prompt)
 
@@ -354,11 +343,10 @@ class ChatRole:
             ) from None
 
     def _rendered_around(self, prompt: str) -> tuple[str, str]:
-        rendered = self._rendered(_in_parts([_TEXT]), prompt)
-        if rendered.count(_TEXT) != 1:
-            raise ModelLoadError(f"the chat template writes a text {rendered.count(_TEXT)} times, not once")
-        before, after = rendered.split(_TEXT)
-        return before, after
+        before, *after = self._rendered(_in_parts([_TEXT]), prompt).split(_TEXT)
+        if len(after) != 1:
+            raise ModelLoadError(f"the chat template writes a text {len(after)} times, not once")
+        return before, after[0]
 
     def _rendered(self, content: list[dict[str, str]], prompt: str) -> str:
         message: dict[str, Any] = {"role": "user", "content": content}

@@ -378,8 +378,7 @@ def _check_mean(source: Path) -> None:
     kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
     if kinds != ["Transformer", "Pooling", "Normalize"]:
         raise ModelLoadError(f"before and behind its projection it has other modules: {', '.join(kinds)}")
-    path = source / str(modules[1].get("path")) / "config.json"
-    pooling = json.loads(path.read_text(encoding="utf-8"))
+    pooling = json.loads((source / str(modules[1].get("path")) / "config.json").read_text(encoding="utf-8"))
     earlier = {name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True}
     is_mean = pooling.get("pooling_mode") == "mean" or earlier == {"pooling_mode_mean_tokens"}
     if not is_mean or pooling.get("include_prompt") is False:
@@ -407,12 +406,8 @@ def write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Ten
     _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})
     if projection is not None:
         kinds["read_Dense"] = f"{_BASE}.dense.Dense"
-        settings = {
-            "in_features": hidden,
-            "out_features": len(projection),
-            "bias": False,
-            "activation_function": "torch.nn.modules.linear.Identity",
-        }
+        settings = {"in_features": hidden, "out_features": len(projection), "bias": False}
+        settings["activation_function"] = "torch.nn.modules.linear.Identity"
         _write(folder / "read_Dense" / "config.json", settings)
         save_file({"linear.weight": projection}, folder / "read_Dense" / "model.safetensors")
     kinds["read_Normalize"] = f"{_BASE}.normalize.Normalize"

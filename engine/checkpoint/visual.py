@@ -15,11 +15,9 @@ from maxsimd.scheduler.sequence import TokenIds
 
 
 def rope_positions(length: int, images: Iterable[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
-    """The positions [3, length] of a sequence whose `images`, in their order, each begin at a token and have
-    a grid of rows and columns, a token a patch.
-
-    Tokens of text have one number in all three. From a picture's first position on, rows are counted in
-    height and columns in width; what follows counts on from behind the longer side."""
+    """The positions [3, length] of a sequence whose `images`, in their order, have a first token and a grid
+    of rows and columns, a token a patch. Tokens of text have one number in all three. A picture counts rows
+    in height and columns in width; what follows counts on from behind the longer side."""
     positions = np.empty((3, length), dtype=np.int64)
     done = following = 0
     for first, (rows, columns) in images:
@@ -36,10 +34,10 @@ def rope_positions(length: int, images: Iterable[tuple[int, tuple[int, int]]]) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """A picture's inputs of a tower, in as few bytes as they take while they wait: arrays of a reader's and
-    tower's own, with as many `patches`. The tower makes a `grid` of features, row by row; or, with a
-    `tile_side`, tile by tile of as many rows and columns each, and then a tile of the whole picture. The
-    `digest` is the picture's, and `size` its width and height in pixels."""
+    """A picture's inputs of a tower, as small as they are while they wait: a reader's `arrays` of some
+    `patches`. The tower makes a `grid` of features, row by row; with a `tile_side`, tile by tile of as many
+    rows and columns, and then a tile of the whole picture. `digest` and `size` (width and height in pixels)
+    are the picture's."""
 
     arrays: Mapping[str, NDArray[Any]]
     patches: int
@@ -51,11 +49,8 @@ class ImageInputs:
     @property
     def features(self) -> int:
         """The number of features that the tower makes."""
-        rows, columns = self.grid
-        of_tiles = rows * columns
-        if self.tile_side is None or of_tiles == self.tile_side**2:
-            return of_tiles
-        return of_tiles + self.tile_side**2
+        of_tiles, of_whole = self.grid[0] * self.grid[1], (self.tile_side or 0) ** 2
+        return of_tiles if of_tiles == of_whole else of_tiles + of_whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +75,7 @@ class PictureReader(Protocol):
     def page(self, inputs: ImageInputs) -> Page: ...
 
     def written(self, inputs: ImageInputs) -> str:
-        """The text that a processor writes for a picture's token: that token once a feature, and perhaps
-        markers."""
+        """The text for a picture's token: that token once for each feature, and perhaps markers."""
         ...
 
 
@@ -137,14 +131,11 @@ class Vision:
         written = [self.reader.written(image) for image in images]
         ids = encode("".join(part for pair in zip(pieces, [*written, ""], strict=True) for part in pair))
         at = np.flatnonzero(ids == self.image_token_id)
-        counts = [image.features for image in images]
-        if len(at) != sum(counts):
+        ends = np.cumsum([image.features for image in images], dtype=np.int64)
+        if len(at) != sum(ends[-1:]):
             return None
-        parts = np.split(at, np.cumsum(counts)[:-1]) if counts else []
-        placed = [
-            PlacedImage(-1, part, image, image.digest) for part, image in zip(parts, images, strict=True)
-        ]
-        return self.placed(ids, tuple(placed))
+        parts = zip(np.split(at, ends), images, strict=False)  # the last part is empty
+        return self.placed(ids, tuple(PlacedImage(-1, part, image, image.digest) for part, image in parts))
 
     def placed(self, ids: TokenIds, images: tuple[PlacedImage, ...]) -> Tokens:
         """The tokens of a sequence with pictures, with their positions if these are not those of text."""

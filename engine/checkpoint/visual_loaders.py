@@ -39,8 +39,6 @@ from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import TokenSequence
 from maxsimd.scheduler.sequence import TokenIds
 
-# By the type in a config.
-VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
 CLIP, SIGLIP = "clip", "siglip"
 # PaliGemma counts positions from 1.
 _FIRST_POSITION = {COLPALI: 1}
@@ -441,7 +439,7 @@ class TileTower:
 
 def reads_pictures(files: CheckpointFiles) -> bool:
     """Whether a checkpoint is one of the vision-language models that can be served."""
-    return files.config.get("model_type") in VISION_LANGUAGE
+    return files.config.get("model_type") in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
 
 
 @contextmanager
@@ -663,8 +661,10 @@ def load_two_towers(path: str, options: dict[str, Any]) -> dict[str, Any]:
         what = ", ".join(other) or f"the similarity {encoder.similarity_fn_name}"
         raise ModelLoadError(f"{path!r} has {what}, which is not supported for pictures")
     model, kind = transformer.auto_model, transformer.config.model_type
-    if kind == SIGLIP:
-        _fill_up(transformer)
+    if kind == SIGLIP:  # its processor fills texts up to one length, as in training, only if told to
+        own, config = dict(transformer.processing_kwargs or {}), transformer.config.text_config
+        filled = {"padding": "max_length", "max_length": config.max_position_embeddings}
+        transformer.processing_kwargs = own | {"text": filled | (own.get("text") or {})}
     vision = _vision_of_towers(path, transformer)
     projection = model.text_projection if kind == CLIP else model.text_model.head
     backbone = TextTower(model.text_model, projection)
@@ -749,14 +749,6 @@ def _vision_of_towers(path: str, transformer: Any) -> Vision:
     vision = _vision(path, image_processor, reader, tower, modules, model.text_model, is_result=True)
     _check_as_called(path, transformer, vision)
     return vision
-
-
-def _fill_up(transformer: Any) -> None:
-    """Has SigLIP's processor fill texts up to one length, as in training."""
-    length = transformer.config.text_config.max_position_embeddings
-    settings = dict(transformer.processing_kwargs or {})
-    settings["text"] = {"padding": "max_length", "max_length": length, **(settings.get("text") or {})}
-    transformer.processing_kwargs = settings
 
 
 def _rules_of_towers(path: str, transformer: Any, prompt: str) -> RoleRules:

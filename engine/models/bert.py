@@ -113,8 +113,7 @@ ATTENTION_FUNCTIONS |= {"sdpa": sdpa, "eager": eager}
 
 
 def _table(rows: int, columns: int, padding: int | None = None) -> nn.Embedding:
-    """An embedding whose weights are to be loaded. Random ones would import torch's compiler where the
-    device is meta."""
+    """An embedding without random weights, which would import torch's compiler where the device is meta."""
     return nn.Embedding(rows, columns, padding, _weight=torch.empty(rows, columns))
 
 
@@ -130,9 +129,8 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(0.0)
         # The attribute tells how positions are counted: see `position_offset` of a checkpoint.
         self.padding_idx = padding if config.counts_from_padding else None
-        self.position_embeddings = _table(
-            config.max_position_embeddings, config.hidden_size, self.padding_idx
-        )
+        positions = config.max_position_embeddings
+        self.position_embeddings = _table(positions, config.hidden_size, self.padding_idx)
 
     def forward(
         self,
@@ -208,8 +206,7 @@ class Attention(nn.Module):
         self.output = SelfOutput(config, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        attended, _ = self.self(hidden_states, **kwargs)
-        out: torch.Tensor = self.output(attended, hidden_states)
+        out: torch.Tensor = self.output(self.self(hidden_states, **kwargs)[0], hidden_states)
         return out
 
 
@@ -352,16 +349,13 @@ class EncoderForClassification(nn.Module):
         setattr(self, self.base_model_prefix, encoder)
         if self.reads_pooled:
             self.dropout = nn.Dropout(0.0)
-        self.classifier = (
-            nn.Linear(config.hidden_size, config.num_labels)
-            if self.reads_pooled
-            else ClassificationHead(config)
-        )
+            self.classifier: nn.Module = nn.Linear(config.hidden_size, config.num_labels)
+        else:
+            self.classifier = ClassificationHead(config)
 
     @property
-    def base_model(self) -> Encoder:
-        encoder: Encoder = getattr(self, self.base_model_prefix)
-        return encoder
+    def base_model(self) -> Any:
+        return getattr(self, self.base_model_prefix)
 
     def forward(
         self,
@@ -371,15 +365,9 @@ class EncoderForClassification(nn.Module):
         position_ids: torch.Tensor | None = None,
     ) -> ClassifierOutput:
         """Maps the encoder's inputs to logits [n, labels]."""
-        made = self.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-        )
-        return ClassifierOutput(
-            self.classifier(made.pooler_output if self.reads_pooled else made.last_hidden_state)
-        )
+        made = self.base_model(input_ids, attention_mask, token_type_ids, position_ids)
+        read = made.pooler_output if self.reads_pooled else made.last_hidden_state
+        return ClassifierOutput(self.classifier(read))
 
 
 class BertForSequenceClassification(EncoderForClassification):

@@ -5,6 +5,7 @@ Source: the card of BAAI/bge-reranker-v2.5-gemma2-lightweight and FlagEmbedding'
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Gemma2Model
@@ -107,13 +108,8 @@ class CompressingGemma2(Gemma2Model):
     def _run(self, states: torch.Tensor, attended: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The states behind layer `stop` of those behind layer `start`, at positions from 0 on."""
         positions = torch.arange(states.shape[1], device=states.device)[None]
-        inputs = {
-            "config": self.config,
-            "inputs_embeds": states,
-            "attention_mask": attended,
-            "past_key_values": None,
-            "position_ids": positions,
-        }
+        inputs: dict[str, Any] = {"inputs_embeds": states, "attention_mask": attended}
+        inputs |= {"position_ids": positions, "config": self.config, "past_key_values": None}
         masks = {
             "full_attention": create_causal_mask(**inputs),
             "sliding_attention": create_sliding_window_causal_mask(**inputs),

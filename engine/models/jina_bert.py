@@ -7,7 +7,7 @@ Source: those two modeling files, and Guenther et al. 2023 (arXiv 2310.19923).
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +74,6 @@ def eager_attention_forward(
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"geglu": nn.GELU, "reglu": nn.ReLU}
-_Attended: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class JinaBertConfig(BertConfig):
@@ -117,26 +116,18 @@ class JinaBertSelfAttention(nn.Module):
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> _Attended:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key = self.query(hidden_states), self.key(hidden_states)
         if self.config.norms_queries_and_keys:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
-        value = self.value(hidden_states)
         query, key, value = (
-            x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2) for x in (query, key, value)
+            x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+            for x in (query, key, self.value(hidden_states))
         )
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        attended, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.head_dim**-0.5,
-            **kwargs,
-        )
+        named = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(named, eager_attention_forward)
+        scaling = self.head_dim**-0.5
+        attended, weights = attend(self, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return attended.flatten(-2), weights
 
 

@@ -12,15 +12,13 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-_POSITIONS = "row_positions"
-
 
 class ShortConvolution(nn.Module):
     """Replaces an `Lfm2ShortConv`, whose weights it has, of a kernel of K taps.
 
-    With `centered` a token sees K // 2 tokens before and (K - 1) // 2 behind it, else K - 1 before it. Where
-    positions in packed rows are given, tokens see only those of their own sequence. With `leaves_out_padding`
-    the states of tokens that are not attended to count as zero: padding, and what a query is expanded by."""
+    With `centered` a token sees K // 2 tokens before and (K - 1) // 2 behind it, else K - 1 before it; of
+    packed rows only those of its own sequence. With `leaves_out_padding` the states of tokens that are not
+    attended to count as zero: padding, and what a query is expanded by."""
 
     def __init__(self, original: "Lfm2ShortConv", centered: bool, leaves_out_padding: bool) -> None:
         super().__init__()
@@ -39,9 +37,9 @@ class ShortConvolution(nn.Module):
         attended_rows: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Maps [n, tokens, hidden] to the same. The `attention_mask` [n, tokens] is that of a padded batch;
-        `row_positions` and `attended_rows` [1, rows], the latter 0 or 1, are those of packed rows; or they
-        are None. Raises NotImplementedError with a cache."""
+        """Maps [n, tokens, hidden] to the same. A padded batch has an `attention_mask` [n, tokens]; packed
+        rows have `row_positions` and `attended_rows` [1, rows], the latter 0 or 1. Raises NotImplementedError
+        with a cache."""
         if past_key_values is not None:
             raise NotImplementedError("short convolutions are run without a cache here")
         attended = attention_mask if attended_rows is None else attended_rows
@@ -54,8 +52,7 @@ class ShortConvolution(nn.Module):
         return out
 
     def _whole(self, states: torch.Tensor) -> torch.Tensor:
-        around = (-self._offsets[0], self._offsets[-1])
-        padded = nn.functional.pad(states.transpose(1, 2), around)
+        padded = nn.functional.pad(states.transpose(1, 2), (-self._offsets[0], self._offsets[-1]))
         weight, bias = self.conv.weight, self.conv.bias
         return nn.functional.conv1d(padded, weight, bias, groups=states.shape[-1]).transpose(1, 2)
 
@@ -69,16 +66,13 @@ class ShortConvolution(nn.Module):
             if offset == 0:
                 mixed = mixed + states * weight
                 continue
-            seen = nn.functional.pad(states, (0, 0, *_shift(offset)))[:, max(offset, 0) :][:, :rows]
-            theirs = nn.functional.pad(positions, _shift(offset), value=-1)[:, max(offset, 0) :][:, :rows]
+            # The padding in front and behind with which rows move by the offset.
+            shift = (max(-offset, 0), max(offset, 0))
+            seen = nn.functional.pad(states, (0, 0, *shift))[:, shift[1] :][:, :rows]
+            theirs = nn.functional.pad(positions, shift, value=-1)[:, shift[1] :][:, :rows]
             is_of_same = (theirs == positions + offset) & (theirs >= 0)
             mixed = mixed + torch.where(is_of_same[..., None], seen * weight, 0)
         return mixed
-
-
-def _shift(offset: int) -> tuple[int, int]:
-    """The padding in front and behind with which rows move by an offset."""
-    return (max(-offset, 0), max(offset, 0))
 
 
 def replace_short_convolutions(model: nn.Module, centered: bool, leaves_out_padding: bool) -> None:
@@ -101,7 +95,7 @@ def _with_row_positions(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hands the positions of tokens on to the layers, which transformers gives to attention alone."""
     if options.get("position_ids") is not None:
-        options[_POSITIONS] = options["position_ids"]
+        options["row_positions"] = options["position_ids"]
     return arguments, options
 
 

@@ -107,17 +107,18 @@ class NomicMoeModel(JinaEmbeddingsV3Model):
         self.post_init()
 
 
+def _thirds(source: str, *targets: str) -> WeightConverter:
+    """Divides queries, keys and values that are published as one tensor."""
+    return WeightConverter(source_patterns=[source], target_patterns=[*targets], operations=[Chunk(dim=0)])
+
+
 _NOMIC_TENSORS = [
     WeightRenaming(r"emb_ln", r"embeddings.LayerNorm"),
     WeightRenaming(r"encoder\.layers", r"layers"),
     WeightRenaming(r"attn\.out_proj", r"self_attn.o_proj"),
     WeightRenaming(r"norm1", r"post_attention_layernorm"),
     WeightRenaming(r"norm2", r"post_mlp_layernorm"),
-    WeightConverter(
-        source_patterns=["attn.Wqkv"],
-        target_patterns=["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-        operations=[Chunk(dim=0)],
-    ),
+    _thirds("attn.Wqkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
 ]
 
 
@@ -145,11 +146,7 @@ _FLASH_TENSORS = [
     WeightRenaming(r"mlp\.fc1", r"intermediate.dense"),
     WeightRenaming(r"mlp\.fc2", r"output.dense"),
     WeightRenaming(r"norm2", r"output.LayerNorm"),
-    WeightConverter(
-        source_patterns=["mixer.Wqkv"],
-        target_patterns=["attention.self.query", "attention.self.key", "attention.self.value"],
-        operations=[Chunk(dim=0)],
-    ),
+    _thirds("mixer.Wqkv", "attention.self.query", "attention.self.key", "attention.self.value"),
 ]
 
 

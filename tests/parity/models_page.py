@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from maxsimd.engine import EngineConfig
-from maxsimd.engine.checkpoint.detect import kinds_as_markdown
+from maxsimd.engine.checkpoint.detect import SUPPORTED
 from maxsimd.engine.inspection import inspect_model, show
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
@@ -30,6 +30,11 @@ _PROVEN = f"""\
 _INSPECTIONS = "The default model, in float32:\n\n"
 
 
+def kinds() -> str:
+    rows = [f"| {', '.join(row.kinds)} | {row.named} | {row.form} |" for row in SUPPORTED]
+    return "\n".join(["| scored by | architectures | form |", "| --- | --- | --- |", *rows])
+
+
 def page() -> str:
     """docs/models.md, whose first two tables are generated."""
     tables = _short([*FAMILIES, LISTWISE]), _short(FORMS)
@@ -40,7 +45,7 @@ def proof(checkpoints: SharedCheckpoints) -> str:
     """docs/internals/models-proven.md, whose tables are generated, and all from the inspections on."""
     prose, _, _ = PROOF.read_text(encoding="utf-8").partition(_INSPECTIONS)
     prose = re.sub(r"vLLM [\d.]+ \(CPU", f"vLLM {VERSION} (CPU", prose)
-    prose = _with_tables(prose, _proven([*FAMILIES, LISTWISE]), _proven(FORMS), f"{kinds_as_markdown()}\n")
+    prose = _with_tables(prose, _proven([*FAMILIES, LISTWISE]), _proven(FORMS), f"{kinds()}\n")
     default = show(_inspected(EngineConfig(dtype="float32", device="cpu")))
     sections = [f"{prose}{_INSPECTIONS}```\n{default}\n```\n\nThe tests' checkpoints:\n"]
     for family in PAGE_FAMILIES:

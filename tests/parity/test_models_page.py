@@ -7,16 +7,16 @@ import pytest
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
-from maxsimd.engine.checkpoint.detect import SUPPORTED, kinds_as_markdown
+from maxsimd.engine.checkpoint.detect import SUPPORTED
 from maxsimd.engine.checkpoint.files import embedded_model_path
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.parity.models_page import PAGE, PAGE_FAMILIES, PROOF, page, proof
+from tests.parity.models_page import PAGE, PAGE_FAMILIES, PROOF, kinds, page, proof
 from tests.parity.second_readers import READERS, as_words
 
 
 def test_the_tables_are_those_of_the_families() -> None:
     assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
-    assert kinds_as_markdown() in PROOF.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
+    assert kinds() in PROOF.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
 
 
 @pytest.mark.exhaustive

@@ -320,8 +320,8 @@ _ADAPTERS: list[Case] = [
             (settings(_LORA, peft_type="IA3"), "is no LoRA; merge it into its base"),
             (settings(_LORA, use_dora=True), r"lacks matrices: model.layers.0.mlp.down_proj, "),
             (settings(_LORA, modules_to_save=["score"]), "has no tensors of its modules_to_save, score"),
-            (settings(_LORA, rank_pattern={"q_proj": 3}), "its rank is 3, which its matrices have not"),
-            (settings(_LORA, r=8), "its rank is 8, which its matrices have not"),
+            (settings(_LORA, rank_pattern={"q_proj": 3}), "its rank is 3; its matrices have another"),
+            (settings(_LORA, r=8), "its rank is 8; its matrices have another"),
             (settings(_LORA, rank_pattern={"(": 3}), "has patterns that cannot be read"),
             (settings(_LORA, base_model_name_or_path="/nowhere"), "the base '/nowhere' of the adapter"),
             *[
