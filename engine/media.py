@@ -98,6 +98,10 @@ class Picture:
         return int(self.pixels.shape[0])
 
     def read(self, limits: object) -> "Picture":
+        """Returns itself. Raises PictureError for other pixels, which a caller may have given."""
+        shape, kind = self.pixels.shape, self.pixels.dtype
+        if kind != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
+            raise PictureError(f"has {kind} pixels {list(shape)}; give uint8 [height, width, 3]")
         return self
 
     @cached_property

@@ -94,8 +94,7 @@ def test_sixteen_bits_are_scaled_and_first_frames_read() -> None:
     assert (found == found[..., :1]).all()
     frames = [Image.new("RGB", (3, 2), colour) for colour in ("red", "blue")]
     for format in ("GIF", "PNG", "WEBP"):
-        options = {"lossless": True} if format == "WEBP" else {}
-        data = file_of(frames[0], format, save_all=True, append_images=frames[1:], **options)
+        data = file_of(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
         assert read(data)[0, 0].tolist() == [255, 0, 0], format
 
 
@@ -237,13 +236,16 @@ def test_bombs_and_too_long_pictures_are_refused_unread() -> None:
             read(file_of(Image.new("RGB", long)))
 
 
-def test_the_digest_is_of_pixels_and_shape() -> None:
+def test_the_digest_is_of_pixels_and_shape_which_are_checked() -> None:
     pixels = drawn(4, 6)
     files = [file_of(Image.fromarray(pixels), format) for format in ("PNG", "BMP")]
     digests = {media.decoded(file, LIMITS).digest for file in files}
     assert digests == {media.Picture(pixels).digest}
     others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), pixels[:, ::-1], drawn(4, 6, seed=1)]
     assert len(digests | {media.Picture(each).digest for each in others}) == 5
+    for wrong in (pixels / 255, pixels[..., 0], pixels[..., :2], pixels[:0]):
+        with pytest.raises(media.PictureError, match="give uint8"):
+            media.Picture(wrong).read(LIMITS)
 
 
 @settings(max_examples=40)
