@@ -42,8 +42,6 @@ _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "
 _CLASSIFIER = "ForSequenceClassification"
 # The layers of classifiers that have a row for each label.
 _LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-# Initializations of matrices that leave the base unchanged.
-_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 # A projection that sentence-transformers' modules have, merged.
 _PROJECTION = "custom_text_proj"
 # The first parts of all names.
@@ -226,7 +224,8 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
     otherwise = sorted(name for name, value in settings.items() if value and not OF_ADAPTERS.use_of(name))
     if settings.get("bias", "none") not in ("none", "all", "lora_only"):
         otherwise.append("bias")
-    if settings.get("init_lora_weights") not in _BEGUN:
+    # Other initializations of matrices change the base.
+    if settings.get("init_lora_weights") not in (None, True, False, "gaussian", "eva", "orthogonal"):
         otherwise.append("init_lora_weights")
     if otherwise:
         raise ModelLoadError(

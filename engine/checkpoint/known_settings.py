@@ -91,8 +91,6 @@ def _each(known: Known) -> Known:
 
 _OFF = (None, False)
 _UNSET: tuple[Any, ...] = (None, {}, [])
-# Files that say how a model is used. The base's are not read if its adapter has a modules.json.
-_USE = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
 _QUERY_EXPANSION = _known("strategy attend length token")
 _OF_SENTENCE_TRANSFORMERS = _known(
@@ -244,8 +242,6 @@ _ROPE = _known(
     "partial_rotary_factor mrope_section mrope_interleaved llama_4_scaling_beta",
 )
 _OF_ROPE = _ROPE | Known(inner={"*": _ROPE})  # by types of layers
-# Keys of earlier versions that a class with rope_parameters still reads.
-_OF_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 # Keys of all families.
 COMMON = _known(
     "model_type architectures auto_map id2label label2id num_labels problem_type dtype torch_dtype "
@@ -309,7 +305,6 @@ UNDECLARED = _known(
     # DBRX reads its value, but computes positions by rope_parameters.
     attn_config=_known(irrelevant="rope_theta"),
 )
-_TRANSLATED_POSITIONS = ("alibi", "rotary")
 # For checkpoints with code of their own, which is not run: the keys that the translation of their config
 # reads, and the keys of that code that change nothing.
 PUBLISHED = _known(
@@ -421,7 +416,9 @@ def _files_of_base(folder: Path, trust_remote_code: bool) -> Iterator[tuple[str,
         return
     try:
         for name, said, known in _files_with_known_keys(base, adapter.get("revision"), trust_remote_code):
-            of_modules = name.startswith(("modules.json", *_USE)) or name.endswith("/config.json")
+            # An adapter with a modules.json says how the model is used.
+            usage = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+            of_modules = name.startswith(usage) or name.endswith("/config.json")
             if not (folder / name).exists() and not (of_modules and (folder / "modules.json").exists()):
                 yield f"{name} of its base", said, known
     except ModelLoadError:  # the reader of adapters says best why there is no such base
@@ -446,7 +443,7 @@ def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) ->
     if trust_remote_code and "auto_map" in config:
         return None
     kind = config.get("model_type")
-    is_translated = config.get("position_embedding_type") in _TRANSLATED_POSITIONS
+    is_translated = config.get("position_embedding_type") in ("alibi", "rotary")
     is_translated |= "XLMRobertaFlashConfig" in str(config.get("auto_map"))
     if kind in ("bert", "roberta", "xlm-roberta") and not is_translated:
         return COMMON | ENCODERS
@@ -485,7 +482,7 @@ def declared_keys(kind: Any) -> Known:
         if hasattr(part, "__dataclass_fields__")
     }
     if "rope_parameters" in names:
-        names |= _OF_ROPE_PARAMETERS
+        names |= {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # of earlier versions, still read
         inner |= dict.fromkeys(("rope_parameters", "rope_scaling"), _OF_ROPE)
     # Classes set keys of their parts, which those of the parts do not declare.
     return Known(frozenset(names), inner=inner) | Known(inner=_parts_of(written))

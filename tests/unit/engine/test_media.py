@@ -238,8 +238,7 @@ def test_bombs_and_too_long_pictures_are_refused_unread() -> None:
 
 def test_the_digest_is_of_pixels_and_shape_which_are_checked() -> None:
     pixels = drawn(4, 6)
-    files = [file_of(Image.fromarray(pixels), format) for format in ("PNG", "BMP")]
-    digests = {media.decoded(file, LIMITS).digest for file in files}
+    digests = {media.decoded(file_of(Image.fromarray(pixels), f), LIMITS).digest for f in ("PNG", "BMP")}
     assert digests == {media.Picture(pixels).digest}
     others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), pixels[:, ::-1], drawn(4, 6, seed=1)]
     assert len(digests | {media.Picture(each).digest for each in others}) == 5
