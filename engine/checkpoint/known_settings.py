@@ -122,7 +122,6 @@ _PROCESSING = _known(
         endings=("",),  # others are variables of the template
     ),
 )
-_FREE = Known(endings=("",))
 # All arguments of a tokenizer, except those that its file may not set.
 _ARGUMENTS_OF_TOKENIZERS = Known(refused={"split_special_tokens": _OFF}, endings=("",))
 _OF_TRANSFORMERS_MODULE = _known(
@@ -135,9 +134,10 @@ _OF_TRANSFORMERS_MODULE = _known(
     query_expansion=_QUERY_EXPANSION,
     modality_config=_each(_known("method method_output_name format")),
     processing_kwargs=_PROCESSING,
-    **dict.fromkeys(("model_kwargs", "model_args"), _known(irrelevant=_LOADING)),
-    **dict.fromkeys(("processor_kwargs", "tokenizer_args"), _ARGUMENTS_OF_TOKENIZERS),
-    **dict.fromkeys(("config_kwargs", "config_args"), _FREE),
+) | Known(
+    inner=dict.fromkeys(("model_kwargs", "model_args"), _known(irrelevant=_LOADING))
+    | dict.fromkeys(("processor_kwargs", "tokenizer_args"), _ARGUMENTS_OF_TOKENIZERS)
+    | dict.fromkeys(("config_kwargs", "config_args"), Known(endings=("",)))
 )
 
 
@@ -400,8 +400,9 @@ def _files_with_known_keys(
                 yield str(Path(root) / name), said, known
         config = None if is_gguf else _read(folder / root / "config.json")
         # jina-reranker-v2's has no type, and is read by its other keys.
-        is_stated = isinstance(config, dict) and not {"model_type", "architectures"}.isdisjoint(config)
-        if is_stated and (known_of_config := known_keys_of(config, trust_remote_code)) is not None:
+        if not isinstance(config, dict) or {"model_type", "architectures"}.isdisjoint(config):
+            continue
+        if (known_of_config := known_keys_of(config, trust_remote_code)) is not None:
             yield str(Path(root) / "config.json"), config, known_of_config
     for path, kind in named:
         if kind in MODULES and path and isinstance(said := _read(folder / path / "config.json"), dict):

@@ -54,11 +54,12 @@ def find_layers(model: str, revision: str | None, files: CheckpointFiles) -> dic
         return {SPARSE: file} if len(_of_classifier(file)["weight"]) == 1 else {}
     if files.architecture != "XLMRobertaModel":
         return {}
-    files_of = {
-        name: [find_file(model, name + ending, revision) for ending in (".safetensors", ".pt")]
-        for name in (SPARSE, TOKENS)
-    }
-    return {name: found or pickled for name, (found, pickled) in files_of.items() if found or pickled}
+    found = {}
+    for name in (SPARSE, TOKENS):
+        path = find_file(model, f"{name}.safetensors", revision) or find_file(model, f"{name}.pt", revision)
+        if path is not None:
+            found[name] = path
+    return found
 
 
 def _of_classifier(file: Path) -> dict[str, torch.Tensor]:

@@ -38,8 +38,6 @@ from maxsimd.pooling.methods import MODES
 
 log = logging.getLogger(__name__)
 _PREDICT = "Predict whether passage B contains an answer to query A."
-# FlagEmbedding's, for a ratio without layers.
-_COMPRESS_LAYERS = (8,)
 
 
 def load_layerwise(
@@ -108,7 +106,7 @@ def _compression(config: EngineConfig, last: int, cutoff: int) -> Compression | 
             "compress_ratio needs the model's own template, which says what the passage is; leave out "
             "score_template, or compress_ratio"
         )
-    layers = given or _COMPRESS_LAYERS
+    layers = given or (8,)  # as in FlagEmbedding
     wrong = [layer for layer in layers if layer >= last]
     if wrong:
         raise ModelLoadError(
@@ -117,10 +115,9 @@ def _compression(config: EngineConfig, last: int, cutoff: int) -> Compression | 
         )
     effective = tuple(layer for layer in layers if layer < cutoff)
     if not effective:
-        named = ", ".join(map(str, layers))
         raise ModelLoadError(
-            f"compress_layers: of the layers {named} none is before the layer {cutoff}, behind which the "
-            "model stops; name an earlier one"
+            f"compress_layers: of the layers {', '.join(map(str, layers))} none is before the layer "
+            f"{cutoff}, behind which the model stops; name an earlier one"
         )
     if len(effective) < len(layers):
         ignored = ", ".join(map(str, layers[len(effective) :]))
@@ -238,12 +235,12 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
     for marker in (_QUERY_MARKER, _DOCUMENT_MARKER):
         if tokenizer.convert_tokens_to_ids(marker) in (None, tokenizer.unk_token_id):
             raise ModelLoadError(f"the tokenizer of {path!r} lacks the marker {marker}")
-    dim = head[-1].out_features
     context = min(int(tokenizer.model_max_length), config.max_position_embeddings)
+    reference = HiddenStatesReference(backbone, tokenizer, head)
     return {
         "backbone": backbone.to(options["device"]),
         "tokenizer": tokenizer,
-        "tasks": {"rank": Task("all", head, dim, False, HiddenStatesReference(backbone, tokenizer, head))},
+        "tasks": {"rank": Task("all", head, head.columns, False, reference)},
         "score_task": "rank",
         "listwise": ListwiseRules(_QUERY_MARKER, _DOCUMENT_MARKER, context),
         "reader": TokenizerReader(tokenizer),
@@ -255,6 +252,7 @@ class _TwoLayers(torch.nn.Sequential):
 
     def __init__(self, first: torch.nn.Linear, second: torch.nn.Linear) -> None:
         super().__init__(first, torch.nn.ReLU(), second)
+        self.columns = second.out_features
 
     def __str__(self) -> str:
         return "two linear layers"

@@ -406,7 +406,7 @@ def write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Ten
     _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})
     if projection is not None:
         kinds["read_Dense"] = f"{_BASE}.dense.Dense"
-        settings = {"in_features": hidden, "out_features": len(projection), "bias": False}
+        settings: Config = {"in_features": hidden, "out_features": len(projection), "bias": False}
         settings["activation_function"] = "torch.nn.modules.linear.Identity"
         _write(folder / "read_Dense" / "config.json", settings)
         save_file({"linear.weight": projection}, folder / "read_Dense" / "model.safetensors")
