@@ -96,7 +96,7 @@ _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SCHEMES = ("https", "http")
 _LONGEST_URL = 8_192
-_NOT_PUBLIC = "is on a host whose address is not public, which is not fetched from"
+_NOT_PUBLIC = "is on a host whose address is not public; send the file itself"
 _NO_URL = "has a URL that cannot be read; give https://host/path"
 
 
@@ -233,7 +233,7 @@ def bytes_of_local_file(url: str, folder: Path | None, most_bytes: int) -> bytes
     does not tell whether a file outside of the folder exists."""
     if folder is None:
         raise PictureError(
-            "is a file of this server's machine, of which none is read; send the file itself as "
+            "is a file of this server's machine, which reads none; send the file itself as "
             "data:image/...;base64,..., or have the operator allow a folder"
         )
     try:

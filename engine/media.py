@@ -1,8 +1,8 @@
 """Texts and pictures as callers send them (`Content`), and how pictures are read, with Pillow.
 
 Pictures come out upright (EXIF's orientation applied), in RGB with 8 bits a channel, on white where
-transparent. Of several frames the first counts. Color profiles are ignored, and of 16-bit colors the upper
-8 bits count. The size is checked before pixels are unpacked; reading takes some 20 bytes a pixel.
+transparent. Only the first frame and the upper 8 bits of 16-bit colors are read, and color profiles are
+ignored. The size is checked before pixels are unpacked; reading takes some 20 bytes a pixel.
 """
 
 import base64

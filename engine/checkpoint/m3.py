@@ -1,8 +1,8 @@
-"""bge-m3 and what is trained like it: an encoder with two layers beside it, which weigh its tokens and make a
-vector of each, so that one pass gives dense, sparse and multi-vector embeddings. gte-multilingual-base has
-the first of them among its weights, as the classifier of a `NewForTokenClassification`.
+"""bge-m3 and models trained like it: an encoder with two layers beside it, which weigh its tokens and make a
+vector of each. One pass gives dense, sparse and multi-vector embeddings. gte-multilingual-base has the first
+of these layers among its weights, as the classifier of a `NewForTokenClassification`.
 
-Sources: BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2, of which FlagEmbedding has the reference;
+Sources: BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2, with FlagEmbedding as its reference;
 mGTE, Zhang et al. 2024 (arXiv 2407.19669), and scripts/gte_embedding.py of Alibaba-NLP/gte-multilingual-base.
 """
 
@@ -116,8 +116,8 @@ def with_layers(
     if TOKENS in made:
         if tasks["embed"].pooling not in ("cls", "last"):
             raise ModelLoadError(
-                f"{path!r} has {layers[TOKENS].name}, of which all tokens but the first take part, and pools "
-                f"{tasks['embed'].pooling}, in which all do; move that file away, or the pooling is another"
+                f"{path!r} has {layers[TOKENS].name}, which leaves the first token out, and pools "
+                f"{tasks['embed'].pooling}, which does not; move that file away, or correct the pooling"
             )
         head = ModuleHead([made[TOKENS], Normalize()], _TOKEN_FEATURE)
         reference = HiddenStatesReference(backbone, tokenizer, head)

@@ -55,8 +55,8 @@ class ImageInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Page:
-    """The tokens of a picture that stands alone: their ids, and the `positions` of those in whose place its
-    features stand, ascending."""
+    """The tokens of a picture that stands alone: their ids, and the ascending `positions` of those that its
+    features replace."""
 
     ids: TokenIds
     positions: NDArray[np.int64]
@@ -91,13 +91,13 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vision:
-    """The picture reader of a model. The `tower` runs the `modules`; a patch of a picture takes it as long as
-    the language model takes for `tokens_a_patch` tokens, and as `attention` times that longer for each patch
-    that it attends to: all of the picture, or those of its tile, of which there are `attends_within`.
+    """The picture reader of a model. The `tower` runs the `modules`. A patch takes as long as
+    `tokens_a_patch` tokens of the language model, and `attention` times that longer for each patch that it
+    attends to: those of the picture, or the `attends_within` patches of its tile.
 
-    With `mrope` positions are counted in time, height and width. Where a chat template writes contents,
-    `image_token_id` is the token in whose place features stand, and `image_token` its text. With `is_result`
-    the feature of a picture is not read by the language model, but stands for what that would make of it."""
+    With `mrope` positions are counted in time, height and width. If a chat template writes contents, features
+    replace the token `image_token_id`, whose text is `image_token`. With `is_result` the feature of a picture
+    is the result, and no language model reads it."""
 
     reader: PictureReader
     tower: Tower

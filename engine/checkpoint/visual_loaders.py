@@ -238,7 +238,7 @@ class GridReader:
 
     def read(self, picture: Picture) -> ImageInputs:
         made = _resized(self._image_processor, picture)
-        # A picture has the same pixels in each of a patch's frames, of which one is enough.
+        # All frames of a patch have the same pixels: keep one.
         patches = made["pixel_values"].reshape(len(made["pixel_values"]), 3, self._frames, -1)
         grid = made["image_grid_thw"].astype(np.int64)  # [1, 3]
         # [patches, 3, pixels of a patch]

@@ -67,10 +67,10 @@ def compressed(rows: Rows, ratio: int) -> tuple[Groups, Rows]:
 class CompressingGemma2(Gemma2Model):
     """Gemma2 that compresses documents, as `config.compress_ratio` and `config.compress_layers` say.
 
-    The tokens of a document have type 1, all others 0. Of the states that come out only the last of each
-    sequence is one, at the index of the sequence's last token; all others are zeros."""
+    The tokens of a document have type 1, all others 0. The last state of each sequence comes out at the index
+    of its last token; all others are zeros."""
 
-    # Told apart by whoever writes the pair, whatever the tokenizer makes.
+    # Templates give them, whatever the tokenizer makes.
     needs_type_ids = True
 
     def forward(

@@ -1,5 +1,5 @@
-"""LFM2's short convolutions: causal as transformers has them or centered, over sequences one behind the other
-in a row of tokens, of which none sees another's.
+"""LFM2's short convolutions: causal, as in transformers, or centered. Packed sequences do not see each
+other's tokens.
 
 Source: Liquid AI's LFM2 (transformers' `Lfm2ShortConv`); for centered ones LFM2.5-ColBERT-350M and
 LFM2.5-Embedding-350M, whose code convolves with `kernel // 2` zeros on either side."""

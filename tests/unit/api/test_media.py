@@ -198,5 +198,5 @@ def test_files_are_read_from_the_folder_alone(tmp_path: Path) -> None:
     for url, said in refused.items():
         with pytest.raises(PictureError, match=said):
             bytes_of_local_file(url, folder, MOST)
-    with pytest.raises(PictureError, match="of which none is read"):
+    with pytest.raises(PictureError, match="which reads none"):
         bytes_of_local_file(f"file://{folder}/in.png", None, MOST)
