@@ -81,10 +81,9 @@ class Routing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """A fleet and its requests: `documents` of a `collection` whose n-th is asked for in proportion to
-    n**-`zipf`; members that cache `cache` documents each and work a share `busy` of the time. While requests
-    count, the first member may be `slowness` times as slow; with `dies` it is gone after a quarter of them,
-    and replaced by one with an empty cache after half of them."""
+    """A fleet and its requests: `documents` of a `collection`, by Zipf's law. Members cache `cache` documents
+    each, and work a share `busy` of the time. The first may be `slowness` times as slow; with `dies` it dies
+    after a quarter of the requests, and one with an empty cache replaces it after half."""
 
     members: int
     cell_size: int = 8
@@ -274,23 +273,19 @@ def compare_fleets(shape: FleetShape, members: Sequence[int], requests: int) -> 
     for count in members:
         for routing in (Routing.BY_OWNER, Routing.ANYWHERE):
             fleet = replace(shape, members=count, routing=routing)
-            row = simulate(fleet, max(LEAST_REQUESTS, requests * count))
+            row = _measured(f"{count:,} engines, {routing.value}", fleet, requests)
             rows.append({"members": count, "documents": routing.value, **row})
-            _print_row(f"{count:,} engines, {routing.value}", row)
     return rows
 
 
 def sweep(requests_an_engine: int) -> list[dict[str, Any]]:
     """Fleets of 100 engines that differ in one thing, and small fleets, printed as they come."""
-    rows = []
-    for name, shape in _shapes():
-        row = simulate(shape, max(LEAST_REQUESTS, requests_an_engine * shape.members))
-        rows.append({"what": name, **row})
-        _print_row(name, row)
-    return rows
+    shapes = _shapes()
+    return [{"what": name, **_measured(name, shape, requests_an_engine)} for name, shape in shapes]
 
 
-def _print_row(name: str, figures: dict[str, Any]) -> None:
+def _measured(name: str, shape: FleetShape, requests_an_engine: int) -> dict[str, float]:
+    figures = simulate(shape, max(LEAST_REQUESTS, requests_an_engine * shape.members))
     line = (
         f"  {name:<36} p50 {figures['p50_ms']:6.1f} ms, p99 {figures['p99_ms']:7.1f} ms, "
         f"hits {figures['hits']:.3f}, load max / mean {figures['max_over_mean_load']:.2f}, "
@@ -300,6 +295,7 @@ def _print_row(name: str, figures: dict[str, Any]) -> None:
     again, failed = figures["tried_again"], figures["failed"]
     more = f", {again:.0f} parts tried again, {failed:.0f} requests failed" if again + failed else ""
     click.echo(line + more)
+    return figures
 
 
 def _shapes() -> Iterator[tuple[str, FleetShape]]:
@@ -357,10 +353,8 @@ def moves_of_growth(members: int, cell_size: int) -> list[float]:
 
 
 def moved(before: tuple[fleets.Member, ...], after: tuple[fleets.Member, ...], cell_size: int) -> float:
-    """The share of all requests' documents whose member after the change did not own them before, for any
-    request: they are encoded again. Full caches and members that have documents by chance do not count.
-
-    Requests are drawn as a front draws them, to the less busy cells; documents go to their owners there."""
+    """The share of documents whose member after the change did not own them before, for any request, and so
+    encodes them again. Requests go to the less busy cells, as a front draws them."""
     digests = np.random.default_rng(0).integers(0, 2**64, _MOVED_DOCUMENTS, dtype=np.uint64)
     earlier, later = _Owners(before, cell_size, digests), _Owners(after, cell_size, digests)
     has_moved = {cell.number: ~earlier.has_owned(later.owners[cell.number]) for cell in later.cells}

@@ -26,7 +26,11 @@ class AsgiAdapter:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            # Starts and ends nothing: the state's maker does.
+            message: Mapping[str, Any] = {"type": ""}
+            while message["type"] != "lifespan.shutdown":
+                message = await receive()
+                await send({"type": f"{message['type']}.complete"})
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -100,13 +104,4 @@ async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
             raise asyncio.CancelledError("the client has gone away")
         yield message.get("body", b"")
         if not message.get("more_body", False):
-            return
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    """Starts and ends nothing: the state's maker does."""
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
             return

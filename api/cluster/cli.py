@@ -1,10 +1,9 @@
 """`maxsimd cluster`: scoring on many machines, by Ray."""
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -38,16 +37,16 @@ from maxsimd.api.options import (
 )
 from maxsimd.engine.config import EngineConfig
 
-FC = TypeVar("FC", bound=Callable[..., Any])
-
 if TYPE_CHECKING:
     from maxsimd.api.cluster.data import ActorPool
     from maxsimd.api.cluster.score_files import Shard, Work
 
 
-def _number(name: str, default: int, help: str) -> Callable[[FC], FC]:
-    least = click.IntRange(min=1)
-    return click.option(name, type=least, default=default, show_default=True, metavar="N", help=help)
+_COUNT = click.IntRange(min=1)
+
+
+def _number(name: str, default: int, help: str, type: Any = _COUNT, metavar: str = "N") -> Any:
+    return click.option(name, type=type, default=default, show_default=True, metavar=metavar, help=help)
 
 
 @click.command(cls=Command)
@@ -58,14 +57,7 @@ def _number(name: str, default: int, help: str) -> Callable[[FC], FC]:
 @click.option("--query", help="Query of all rows without a column query")
 @_number("--replicas", 1, "Actors that each load the model")
 @_number("--num-cpus", 1, "Cores, and computing threads, of each actor")
-@click.option(
-    "--num-gpus",
-    type=click.FloatRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="NUMBER",
-    help="GPUs of each actor",
-)
+@_number("--num-gpus", 0, "GPUs of each actor", click.FloatRange(min=0), "NUMBER")
 @click.option("--address", help="Address of a Ray cluster", show_default="a new one on this machine")
 @_number("--batch-size", 1000, "Rows to score together and write as one file")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run with the same OUT")

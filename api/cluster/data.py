@@ -91,8 +91,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ScoreRow:
-    """A query and documents of any types: values that are no text become errors. A pair has one document and
-    gets one score instead of a list."""
+    """A query and documents of any types. A pair has one document and gets one score instead of a list."""
 
     query: Any
     documents: Any
@@ -153,16 +152,14 @@ Embedded: TypeAlias = tuple[NDArray[np.float32] | None, str | None, int]
 
 # Errors of a single row.
 ROW_ERRORS = (InvalidRequestError, RequestFailedError, RequestTimeoutError, RequestTooLargeError)
-# The engine has rows of about this many characters, with so many added for each text: enough for many steps,
-# and far below its limits.
+# The engine has rows of about this many characters, with so many added for each text: enough for many steps.
 _CHARACTERS, _TEXT = 2_000_000, 64
 # Exit status of an actor whose engine has died.
 _DEAD = 70
 
 
 class RowEngine:
-    """Owns an engine and its event loop's thread. Its methods block and may be called from any thread: rows
-    of several calls fill steps together."""
+    """Owns an engine and its event loop's thread. Methods block, and may be called from any thread."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ModelLoadError."""
@@ -273,8 +270,7 @@ class RowEngine:
 
 
 class _Room:
-    """Admits in order while less than `characters` are inside; the last may be of any size. For one event
-    loop."""
+    """Admits in order while less than `characters` are inside. For one event loop."""
 
     def __init__(self, characters: int) -> None:
         self._free = characters
@@ -341,10 +337,9 @@ class ScoreRows(_Rows):
     """
 
     def __init__(self, config: EngineConfig | None = None, query: str | None = None, **options: Any) -> None:
-        """Loads the model. `query` is the one of all rows, where they have no such column. `options` are
-        those of `Engine.score`: `truncation`, `use_activation`, `normalize` and `instruction`. Raises
-        ModelLoadError, TypeError for other options, and InvalidRequestError for those that the model does not
-        take."""
+        """Loads the model. `query` is for all rows, if they have no such column. `options` are those of
+        `Engine.score`: `truncation`, `use_activation`, `normalize` and `instruction`. Raises ModelLoadError,
+        TypeError for other options, and InvalidRequestError for those that the model does not take."""
         self._query = query
         super().__init__(config, "score", options, _SCORE_OPTIONS)
 
@@ -354,14 +349,11 @@ class ScoreRows(_Rows):
         if not {"documents", "document"} & names:
             raise ValueError(f"rows have neither documents nor document, but {', '.join(sorted(names))}")
         used = table.select([name for name in ("query", "documents", "document") if name in names])
-        return with_columns(table, added_columns(table), self.score(self.read(used.to_pylist())))
+        return with_columns(table, added_columns(table), self.score(used.to_pylist()))
 
-    def read(self, rows: list[Row]) -> list[ScoreRow]:
-        return [ScoreRow.of(row, self._query) for row in rows]
-
-    def score(self, rows: list[ScoreRow]) -> list[Row]:
+    def score(self, rows: list[Row]) -> list[Row]:
         """The added columns of each row."""
-        return self._engine.score(rows, self._options)
+        return self._engine.score([ScoreRow.of(row, self._query) for row in rows], self._options)
 
 
 class EmbedRows(_Rows):

@@ -101,7 +101,7 @@ class JsonlShards:
             ]
         if len(found) < shard.rows:
             raise ValueError(f"{shard.path} has changed: rows {shard.first} and following are not there")
-        added = iter(scorer.score(scorer.read([row for row in found if not isinstance(row, str)])))
+        added = iter(scorer.score([row for row in found if not isinstance(row, str)]))
         columns = [
             {"error": row, "prompt_tokens": 0} if isinstance(row, str) else next(added) for row in found
         ]
@@ -144,7 +144,7 @@ class ParquetShards:
 
         table = _read_table(shard)
         used = [name for name in ("query", "documents", "document") if name in table.column_names]
-        columns = scorer.score(scorer.read(table.select(used).to_pylist()))
+        columns = scorer.score(table.select(used).to_pylist())
         write_table(with_columns(table, added_columns(table), columns), out)
         return Counts.of(columns)
 
@@ -211,7 +211,9 @@ class Files:
         kinds."""
         path = path.resolve()
         found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-        files = [each for each in found if each.suffix.lower() in _FORMATS and not _is_hidden(each, path)]
+        # Readers of folders pass over hidden files.
+        names = {each: each.relative_to(path).parts for each in found if each.suffix.lower() in _FORMATS}
+        files = [each for each, parts in names.items() if not any(part[0] in "._" for part in parts)]
         if not files:
             raise ValueError(
                 f"there is no Parquet and no JSONL in {path}: names must end in {', '.join(_FORMATS)}"
@@ -220,10 +222,6 @@ class Files:
         if len(formats) > 1:
             raise ValueError(f"{path} has both Parquet and JSONL; give one of them")
         return cls(path, files, formats.pop()())
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +336,23 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise click.ClickException(f"{path} is no folder")
         path.mkdir(parents=True, exist_ok=True)
-        if (path / _RUN).exists():
-            self._check(resume)
-        elif any(not each.name.startswith(TEMPORARY) for each in path.iterdir()):
-            raise click.ClickException(f"{path} is not empty; name a folder that is, or that is not there")
+        if not (path / _RUN).exists():
+            if any(not each.name.startswith(TEMPORARY) for each in path.iterdir()):
+                raise click.ClickException(f"{path} is not empty; name an empty folder, or a new one")
+            return
+        try:
+            found = json.loads((path / _RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"{path / _RUN} cannot be read: {error}") from error
+        if found != {"maxsimd": _VERSION, "digest": digest}:
+            raise click.ClickException(
+                f"{path} belongs to another run: another model, input, query or options; "
+                "remove it, or name another folder"
+            )
+        if not resume:
+            raise click.ClickException(
+                f"{path} has rows of such a run; go on with --resume, or name another folder"
+            )
 
     def __enter__(self) -> Self:
         """Raises click.ClickException where another run is writing the folder."""
@@ -374,18 +385,3 @@ class RunFolder:
         """The shards that are not written yet."""
         written = {path.name for path in self.path.iterdir()}
         return [shard for shard in shards if shard.name(self._ending) not in written]
-
-    def _check(self, resume: bool) -> None:
-        try:
-            found = json.loads((self.path / _RUN).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise click.ClickException(f"{self.path / _RUN} cannot be read: {error}") from error
-        if found != {"maxsimd": _VERSION, "digest": self._digest}:
-            raise click.ClickException(
-                f"{self.path} belongs to another run: another model, input, query or options; "
-                "remove it, or name another folder"
-            )
-        if not resume:
-            raise click.ClickException(
-                f"{self.path} has rows of such a run; go on with --resume, or name another folder"
-            )

@@ -63,11 +63,6 @@ def own_rank() -> int:
     return int(serve.get_replica_context().rank.rank)
 
 
-def published(address: NetAddress, slot: int) -> dict[str, Any]:
-    """A replica's metadata."""
-    return {**asdict(address), "slot": slot}
-
-
 # Seconds that a starting front waits for a scorer before it serves anyway, not ready; and that requests wait
 # for a replacement.
 _PATIENCE = 120.0
@@ -119,7 +114,7 @@ class Front:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """The address for other fronts."""
-        return published(self._address, own_rank())
+        return {**asdict(self._address), "slot": own_rank()}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return {"slot": own_rank()}
@@ -203,7 +198,7 @@ class Scorer:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """The address for fronts."""
-        return published(self._address, self._slot.number)
+        return {**asdict(self._address), "slot": self._slot.number}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return {"slot": self._slot.number}

@@ -113,24 +113,18 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
         except Asked:
             click.echo("stopping: what is in flight is finished first", err=True)
         except RuntimeError as error:
-            raise click.ClickException(_reason(error)) from error
+            reason = str(error)
+            with suppress(Exception):
+                for deployment in serve.status().applications[APP_NAME].deployments.values():
+                    if "Error" in deployment.message:
+                        reason = last_line(deployment.message)
+            raise click.ClickException(reason) from error
         finally:
             with suppress(Exception):
                 serve.delete(APP_NAME)  # once it has drained
             if address is None:
                 with suppress(Exception):
                     serve.shutdown()
-
-
-def _reason(error: RuntimeError) -> str:
-    """Why the application was not deployed, from a deployment or from Serve."""
-    from ray import serve
-
-    with suppress(Exception):
-        for deployment in serve.status().applications[APP_NAME].deployments.values():
-            if "Error" in deployment.message:
-                return last_line(deployment.message)
-    return str(error)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +23,6 @@ from maxsimd.api.fleet.roster import Connected, Listed, ReplacedError, Roster, S
 from maxsimd.api.fleet.spread import (
     EmbedJob,
     Job,
-    NewScores,
     ScoreJob,
     Spreader,
     num_characters,
@@ -75,22 +75,24 @@ def check_limits(tenants: Mapping[str, Tenant], replicas: int) -> None:
 class FleetStream(DocumentStream):
     """A stream over engines. A document that is scored again, because an engine died, is given once."""
 
-    def __init__(
-        self, prepare: Callable[[], ScoreJob], run: Callable[[ScoreJob, NewScores], Awaitable[ScoreResult]]
-    ) -> None:
+    def __init__(self, engine: "FleetEngine", queries: Any, documents: Any, options: ScoreOptions) -> None:
         super().__init__()
-        self._prepare = prepare
-        self._run = run
+        self._engine = engine
+        self._request = queries, documents, options
         self._new: list[RankedDocument] = []
         self._documents: Sequence[Item] = ()
 
     async def _score_all(self) -> ScoreResult:
-        job = self._prepare()
-        self._documents = job.documents
-        result = await self._run(job, self._arrived)
+        scored = ScoreJob(self._engine.facts, *self._request)
+        self._documents = scored.documents
+        try:
+            await self._engine._run(scored.job(self._arrived), scored.most_tokens)
+        except ReplacedError:  # what has been given cannot be taken back
+            raise EngineNotReadyError("another model has taken over; ask again") from None
+        result = await run_in_thread_if_large(len(scored.documents), scored.result)
         without = {*result.unscored, *result.errors}
-        scored = [i for i in range(len(result.scores)) if i not in without]
-        self._arrived(scored, [result.scores[i] for i in scored], result.explanations)
+        rest = [i for i in range(len(result.scores)) if i not in without]
+        self._arrived(rest, [result.scores[i] for i in rest], result.explanations)
         return result
 
     async def _new_documents(self) -> list[RankedDocument]:
@@ -307,24 +309,15 @@ class FleetEngine:
         ]
         return _reranked(documents, result)
 
-    def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> "FleetStream":
-        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
-        return FleetStream(lambda: ScoreJob(self.facts, queries, documents, complete), self._run_streamed)
-
-    async def _run_streamed(self, scored: ScoreJob, arrived: NewScores) -> ScoreResult:
-        try:
-            await self._run(scored.job(arrived), scored.most_tokens)
-        except ReplacedError:  # what has been given cannot be taken back
-            raise EngineNotReadyError("another model has taken over; ask again") from None
-        return await run_in_thread_if_large(len(scored.documents), scored.result)
+    def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> FleetStream:
+        return FleetStream(self, queries, documents, {**SCORE_DEFAULTS, **options})
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
         check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.dims)
-        given = as_inputs(texts, self.facts.reads_pictures)
         if options.get("late_chunking") or options.get("chunks") is not None:
             # All texts are one document, which one engine reads.
-            whole = EmbedJob(given, options).question_of_all("embed")
-            return cast("wire.Embedded", await self._whole(whole, options.get("timeout"))).result
+            return cast("wire.Embedded", await self._embed_whole("embed", texts, options)).result
+        given = as_inputs(texts, self.facts.reads_pictures)
 
         async def embedded_by_one_kind(left: float | None) -> EmbedResult:
             embedding = EmbedJob(given, {**options, "timeout": left})
@@ -379,10 +372,8 @@ class FleetEngine:
                 return question
             return msgspec.structs.replace(question, run=msgspec.structs.replace(question.run, timeout=left))
 
-        def commit(indices: NDArray[np.int64], answer: wire.Answer) -> None:
-            answers.append(answer)
-
-        await self._run_whole(Job.of_one(num_characters(question), timeout, asked, commit))
+        size = num_characters(question)
+        await self._run_whole(Job.of_one(size, timeout, asked, lambda _, answer: answers.append(answer)))
         return answers[0]
 
     async def _run_whole(self, job: Job) -> None:
@@ -409,34 +400,27 @@ async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], time
                 left = max(0.001, begun + timeout - loop.time())
 
 
+_NAME = re.compile(r"[\w:]+")
+
+
 def joined(pages: Iterable[tuple[str, int, bytes]]) -> bytes:
     """Joins pages in Prometheus's text format, each with a label and its value (`replica`, 0). Every family
     is described once."""
     described: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for label, value, page in pages:
-        family = ""
-        is_new = True
+        known, family, own = {*described}, "", f'{label}="{value}"'
         for line in page.decode().split("\n"):
             if line.startswith("# "):
-                name = line.split(" ", 3)[2]
-                if name != family:
-                    family, is_new = name, name not in described
-                    samples.setdefault(name, [])
-                if is_new:
-                    described.setdefault(name, []).append(line)
-            elif line:
-                samples[family].append(_labelled(line, f'{label}="{value}"'))
-    lines = [line for name in described for line in (*described[name], *samples[name])]
+                family = line.split(" ", 3)[2]
+                if family not in known:
+                    described.setdefault(family, []).append(line)
+            elif found := _NAME.match(line):
+                name, rest = found[0], line[found.end() :]
+                sample = f"{name}{{{own},{rest[1:]}" if rest[0] == "{" else f"{name}{{{own}}}{rest}"
+                samples.setdefault(family, []).append(sample)
+    lines = [line for name in described for line in (*described[name], *samples.get(name, ()))]
     return ("\n".join(lines) + "\n").encode()
-
-
-def _labelled(sample: str, label: str) -> str:
-    name, brace, rest = sample.partition("{")
-    if brace and " " not in name:
-        return f"{name}{{{label},{rest}"
-    name, _, value = sample.partition(" ")
-    return f"{name}{{{label}}} {value}"
 
 
 # Seconds for another front's answer; a late one is left out.

@@ -249,8 +249,7 @@ class Metrics(msgspec.Struct, tag=True, frozen=True):
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An engine's model. The tokenizer is pickled: it comes from our own process. The fingerprint digests
-    all that decides scores."""
+    """An engine's model, with its pickled tokenizer, and a digest of all that decides scores."""
 
     facts: ModelFacts
     config: EngineConfig

@@ -201,12 +201,8 @@ class Roster:
                 late.add(address)
             elif error is not None:
                 raise error
-        slots = {self._slot(address) for address in late}
-        return sorted(slot for slot in slots if slot is not None)
-
-    def _slot(self, address: Address) -> int | None:
-        connected = self._connected.get(address)
-        return self._listed.get(address) if connected is None else connected.member.slot
+        slots = self._listed | {address: each.member.slot for address, each in self._connected.items()}
+        return sorted({slots[address] for address in late & slots.keys()})
 
     async def _clear(self, address: Address, link: Link) -> Exception | None:
         """Clears an engine's cache; returns its error."""

@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from random import getrandbits
 from typing import Any, cast
@@ -45,14 +46,13 @@ _SPARE_TRIES = 1_000.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A request to spread: documents, by their digests [N] and estimated tokens [N]. `question` makes what
-    is asked about some of them, given the seconds that are left; `commit` takes the answer about them, and
-    `arrived` what comes before it. With `is_cached`, engines look for the documents in their
-    caches: those that were there before weigh little.
+    """A request to spread: documents, by their digests [N] and estimated tokens [N]. `question` asks about
+    some of them, given the seconds that are left; `commit` takes the answer, and `arrived` what comes before
+    it. With `is_cached`, engines look for the documents in their caches.
 
     Where it has several parts, another job is done `first`, by the engine that has most of it. With
-    `is_partial`, parts that are late are left out. `deadly` is said where engines die of it, in place of a
-    message that names documents."""
+    `is_partial`, what is late is left out. An error says `deadly` where engines die of it, in place of naming
+    documents."""
 
     digests: NDArray[np.uint64]
     tokens: NDArray[np.int64]
@@ -94,26 +94,23 @@ class Spreader:
 
     async def run(self, job: Job, least_tokens: int) -> None:
         """Returns when all documents are committed. Raises `Engine`'s errors, and ReplacedError."""
-        deadline = None if job.timeout is None else asyncio.get_running_loop().time() + job.timeout
+        loop = asyncio.get_running_loop()
+        deadline = None if job.timeout is None else loop.time() + job.timeout
         try:
-            await self._run(job, least_tokens, deadline)
+            await self._until(self._roster.until_another(set()), deadline)
+            cells, documents = fleets.cells_of(self._roster.members), (job.digests, job.tokens, job.split)
+            reach, parts = self._planner.plan(
+                cells, *documents, least_tokens, loop.time(), getrandbits(64), job.is_cached
+            )
+            if job.first is not None and len(parts) > 1:
+                members = max(parts, key=lambda part: part.weight).members
+                weight = int(job.first.tokens.sum())
+                whole = fleets.Part(members, np.zeros(1, dtype=np.int64), weight, is_whole=True)
+                await self._run_parts(job.first, [whole], reach, deadline)
+            await self._run_parts(job, parts, reach, deadline)
         except TimeoutError:
             assert job.timeout is not None
             raise RequestTimeoutError.after(job.timeout) from None
-
-    async def _run(self, job: Job, least_tokens: int, deadline: float | None) -> None:
-        members = await self._members(deadline)
-        documents, now = (job.digests, job.tokens, job.split), asyncio.get_running_loop().time()
-        reach, parts = self._planner.plan(
-            fleets.cells_of(members), *documents, least_tokens, now, getrandbits(64), job.is_cached
-        )
-        if job.first is not None and len(parts) > 1:
-            try:
-                await self._run_parts(job.first, [_by_one(job.first, parts)], reach, deadline)
-            except TimeoutError:
-                if not job.is_partial:
-                    raise
-        await self._run_parts(job, parts, reach, deadline)
 
     async def _run_parts(
         self, job: Job, parts: list[fleets.Part], reach: fleets.Reach, deadline: float | None
@@ -204,13 +201,7 @@ class Spreader:
 
     async def _ask(self, job: Job, send: fleets.Send, deadline: float | None) -> wire.Reply:
         part, link = send.part, self._roster.connected(send.member).link
-        arrived: Callable[[wire.Arrived], None] | None = None
-        if job.arrived is not None:
-            tell = job.arrived
-
-            def arrived(new: wire.Arrived) -> None:
-                tell(part.indices, new)
-
+        arrived = None if job.arrived is None else partial(job.arrived, part.indices)
         queued = None
         self.loads.sent(send.member, part.weight)
         try:
@@ -220,10 +211,6 @@ class Spreader:
             return reply
         finally:
             self.loads.answered(send.member, part.weight, queued)
-
-    async def _members(self, deadline: float | None) -> tuple[fleets.Member, ...]:
-        await self._until(self._roster.until_another(set()), deadline)
-        return self._roster.members
 
     async def _others(
         self, attempts: fleets.Attempts, send: fleets.Send, deadline: float | None
@@ -246,21 +233,15 @@ class Spreader:
             raise EngineNotReadyError("no engine is there; try again shortly") from None
 
 
-def _by_one(job: Job, parts: list[fleets.Part]) -> fleets.Part:
-    """A whole job for the engine with the heaviest part."""
-    members = max(parts, key=lambda part: part.weight).members
-    return fleets.Part(members, np.arange(len(job.digests)), int(job.tokens.sum()), is_whole=True)
-
-
 def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
     return np.array(characters, dtype=np.int64) // 4 + 4
 
 
 _DEADLY = "three engines died while they encoded the query; send another one"
-# Estimated cost of a picture, in characters.
-_PICTURE = 4_096
+# Estimated characters of a token, and cost of a picture, in characters.
+_CHARACTERS_A_TOKEN, _PICTURE = 4, 4_096
 # Most tokens of prompts and markers around a text.
-MOST_AROUND = 1_024
+_MOST_AROUND = 1_024
 # Called with indices, scores and explanations.
 NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
 
@@ -304,11 +285,12 @@ class ScoreJob:
         timeout, split = self._options["timeout"], self.split
         encoding = None
         if split is fleets.Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
-            size = size_of(self.queries[0])
+            size = _size(self.queries[0])
             encoding = Job.of_one(size, timeout, self._encode_query, self._query_encoded, _DEADLY)
+            encoding = replace(encoding, is_partial=self._is_partial)
         return Job(
-            np.array([_item_digest(each) for each in self.documents], dtype=np.uint64),
-            estimated_tokens([size_of(each) for each in self.documents]),
+            np.array([_digest(each) for each in self.documents], dtype=np.uint64),
+            estimated_tokens([_size(each) for each in self.documents]),
             split,
             timeout,
             split is fleets.Split.BY_OWNER and self._options["cache"] != "bypass",
@@ -330,20 +312,15 @@ class ScoreJob:
     def most_tokens(self) -> int:
         """Upper bound: pairs repeat the query."""
         of_query = max(map(_most_tokens, self.queries))
-        return sum(_most_tokens(each) + of_query + MOST_AROUND for each in self.documents)
+        return sum(_most_tokens(each) + of_query + _MOST_AROUND for each in self.documents)
 
     @property
     def split(self) -> fleets.Split:
         """Listwise models, explanations, N:N pairs and windows need the whole request at one engine. (A
         window may have many times a document's tokens.)"""
-        options = self._options
-        is_listwise = self._facts.score_type is ScoreType.LISTWISE
-        if (
-            is_listwise
-            or len(self.queries) > 1
-            or options["explain"]
-            or as_truncation(options["truncation"]).windows
-        ):
+        options, kind = self._options, self._facts.score_type
+        reads_windows = as_truncation(options["truncation"]).windows
+        if kind is ScoreType.LISTWISE or len(self.queries) > 1 or options["explain"] or reads_windows:
             return fleets.Split.NEVER
         return (
             fleets.Split.BY_TOKENS
@@ -410,17 +387,13 @@ def slowest(timings: list[Timings]) -> Timings:
     return Timings(*map(max, *map(astuple, timings))) if len(timings) > 1 else timings[0]
 
 
-def _item_digest(item: Item) -> int:
+def _digest(item: Item | tuple[int, ...]) -> int:
     """By content; embeddings are not cached and go by identity."""
-    if isinstance(item, str):
-        return fleets.digest_of(item)
-    return id(item) if isinstance(item, Vectors) else digest_of_content(item)
-
-
-def digest_of_content(content: Content) -> int:
-    return fleets.digest_of(
-        "\0".join(part if isinstance(part, str) else _named(part) for part in content.parts)
-    )
+    if isinstance(item, Vectors):
+        return id(item)
+    if isinstance(item, Content):
+        item = "\0".join(part if isinstance(part, str) else _named(part) for part in item.parts)
+    return fleets.digest_of(item if isinstance(item, str) else repr(item))
 
 
 def _named(picture: AnyPicture) -> str:
@@ -433,12 +406,15 @@ def _named(picture: AnyPicture) -> str:
             return repr(picture)
 
 
-def size_of(item: Item) -> int:
+def _size(item: Item | tuple[int, ...]) -> int:
     """Cost, as characters of a text."""
-    if isinstance(item, str):
-        return len(item)
-    if isinstance(item, Vectors):
-        return len(item) // 32
+    match item:
+        case str():
+            return len(item)
+        case tuple():
+            return _CHARACTERS_A_TOKEN * len(item)
+        case Vectors():
+            return len(item) // 32
     return sum(map(len, item.texts)) + _PICTURE * len(item.pictures)
 
 
@@ -447,14 +423,12 @@ def _most_tokens(item: Item | tuple[int, ...]) -> int:
     if isinstance(item, tuple):
         return len(item)
     if isinstance(item, Vectors):
-        return size_of(item)
+        return _size(item)
     texts, pictures = ([item], 0) if isinstance(item, str) else (item.texts, len(item.pictures))
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + _PICTURE * pictures
 
 
 _OF_THE_RUN = frozenset({"truncation", "priority", "tenant", "timeout"})
-# Estimated characters of a token.
-_CHARACTERS_A_TOKEN = 4
 
 
 class EmbedJob:
@@ -474,8 +448,8 @@ class EmbedJob:
             self._options.get("encoding") is not None and self._options.get("input_type") == "document"
         )
         return Job(
-            np.array([_input_digest(text) for text in self.texts], dtype=np.uint64),
-            estimated_tokens([_input_size(text) for text in self.texts]),
+            np.array([_digest(text) for text in self.texts], dtype=np.uint64),
+            estimated_tokens([_size(text) for text in self.texts]),
             fleets.Split.BY_OWNER if is_cached else fleets.Split.BY_TOKENS,
             self._run.timeout,
             is_cached,
@@ -486,7 +460,7 @@ class EmbedJob:
     @property
     def most_tokens(self) -> int:
         """Upper bound."""
-        return sum(_most_tokens(text) + MOST_AROUND for text in self.texts)
+        return sum(_most_tokens(text) + _MOST_AROUND for text in self.texts)
 
     def question_of_all(self, task: wire.EmbedTask) -> wire.Embed:
         return wire.Embed(texts=wire.sent_inputs(self.texts), run=self._run, task=task, **self._options)
@@ -520,14 +494,4 @@ def num_characters(question: wire.Converse | wire.Classify | wire.Embed) -> int:
     """Cost, as characters of a text."""
     if isinstance(question, wire.Converse):
         return sum(len(message["content"]) for message in question.messages)
-    return sum(len(text) if isinstance(text, str) else 0 for text in question.texts)
-
-
-def _input_digest(text: str | tuple[int, ...] | Content) -> int:
-    if isinstance(text, Content):
-        return digest_of_content(text)
-    return fleets.digest_of(text if isinstance(text, str) else repr(text))
-
-
-def _input_size(text: str | tuple[int, ...] | Content) -> int:
-    return _CHARACTERS_A_TOKEN * len(text) if isinstance(text, tuple) else size_of(text)
+    return sum(len(text) for text in question.texts if isinstance(text, str))

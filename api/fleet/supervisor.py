@@ -29,9 +29,8 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A process's setup, sent on stdin, where others cannot read it: a front or the engine in `slot`. Engines
-    listen on `engine_paths`, fronts on `front_paths` for each other and on `sockets` (descriptors) for
-    clients. All fronts have the same `secret`."""
+    """The setup of a front or of the engine in `slot`, sent on stdin, where others cannot read it. Fronts
+    listen on `front_paths` for each other and `sockets` (descriptors) for clients, and share a `secret`."""
 
     is_front: bool
     slot: int

@@ -1,17 +1,13 @@
-"""Divides the documents of a request among many engines, and goes on when one of them dies.
-
-Pure Python and numpy, without clock, network or model. The sender of the parts does the rest, so a million
-requests can be simulated.
-"""
+"""Divides the documents of a request among many engines, and goes on when one of them dies. Without clock,
+network or model, so a million requests can be simulated."""
 
 from maxsimd.scheduler.fleet.attempts import Attempts, FleetError, Merge, RetryBudget, Send
 from maxsimd.scheduler.fleet.members import Cell, Member, Reach, cells_of, digest_of, ranked, reach_of
-from maxsimd.scheduler.fleet.plan import Documents, Loads, Part, Planner, Seen, Split, plan
+from maxsimd.scheduler.fleet.plan import Loads, Part, Planner, Seen, Split, plan
 
 __all__ = [
     "Attempts",
     "Cell",
-    "Documents",
     "FleetError",
     "Loads",
     "Member",

@@ -15,8 +15,7 @@ from maxsimd.scheduler.fleet.plan import Part
 
 
 class RetryBudget:
-    """Tries that may follow others: a `share` of all parts that were sent lately, and `spare` beyond.
-    For one thread."""
+    """Retries: a `share` of the parts that were sent lately, and `spare` more. For one thread."""
 
     def __init__(self, share: float = 0.1, spare: float = 20.0) -> None:
         self._share = share
@@ -44,8 +43,8 @@ _REFUSALS = 2
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A part is to be sent to a member, as this attempt. A part `is_suspect` once two members died with it:
-    no member may have two such parts at once, so that one which kills does not take others with it."""
+    """An attempt to be made: a part for a member. It `is_suspect` once two members died with it. A member may
+    have only one such part at a time, so that a deadly one is known."""
 
     attempt: int
     part: Part
@@ -65,8 +64,7 @@ class FleetError(Exception):
 
 @dataclass(slots=True)
 class _Course:
-    """A part's history: the members that died with it, whether it is a half, those without room, and
-    how often a member did not answer."""
+    """A part's history: members that died with it or had no room, and how often one did not answer."""
 
     part: Part
     lost: set[str] = field(default_factory=set)
@@ -78,12 +76,10 @@ class _Course:
 class Attempts:
     """The parts of one request, from the first attempt to the answer. For one thread.
 
-    A part whose member dies goes to another one. One that has lost two members is halved, and each half tried
-    once more, alone; a half that loses its member fails the request, with a message that names its
-    documents. So a document that kills engines kills three of them. A part whose member has no room goes to
-    one other member. Both count against `budget`. `alive` are the members of the request's fingerprint.
-    Methods raise FleetError where the request fails; what is under way for it counts no more.
-    """
+    A part whose member dies goes to another one. Once it has lost two members it is halved, and each half is
+    tried alone. A half that loses its member fails the request, so a deadly document kills three engines. A
+    part whose member has no room goes to one other. Both count against `budget`. `alive` are the members of
+    the request's fingerprint. Methods raise FleetError where the request fails."""
 
     def __init__(self, parts: Sequence[Part], budget: RetryBudget) -> None:
         self._parts = parts
@@ -125,8 +121,7 @@ class Attempts:
         return [self._send_elsewhere(half, alive, "engines died") for half in halves]
 
     def unsent(self, attempt: int, alive: Sequence[Member]) -> list[Send]:
-        """An attempt's member was gone before anything was sent to it: another takes its place. That says
-        nothing of the part, and does not count."""
+        """An attempt's member was gone before anything was sent: another takes its place, which is free."""
         found = self._under_way.pop(attempt, None)
         return [] if found is None else [self._send_elsewhere(found[0], alive, None)]
 

@@ -1,13 +1,7 @@
-"""Members of a fleet: their slots, the documents that each owns, and the cells that share a request.
+"""Members of a fleet, the documents that each owns, and the cells that share a request.
 
-Each document's digest ranks the members; the first owns it. Rendezvous hashing (Thaler & Ravishankar 1998,
-"Using name-based mappings to increase hit rates"): a new member takes an equal share from each other, without
-a table.
-
-A request over all members of a large fleet would wait for the slowest of a hundred; over a cell of eight it
-has eight parts. The price: a popular document is cached once a cell. A cell has fixed slots, and a document
-belongs to a slot whether or not it has a member. Where it has none, the document goes to its owner in another
-cell."""
+A document belongs to the member that rendezvous hashing names (Thaler & Ravishankar 1998, "Using name-based
+mappings to increase hit rates"): a new member takes an equal share from each other one, without a table."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +20,8 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine that takes parts of requests. The `slot` is a number from 0 that whoever replaces it takes
-    over, and so its documents; the `name` is this process's own. Members with different fingerprints (model,
-    precision, version) give different scores."""
+    """An engine that takes parts of requests. The `slot`, from 0, goes to whoever replaces it, and so do its
+    documents; the `name` is this process's own. Another `fingerprint` means other scores."""
 
     slot: int
     name: str
@@ -41,8 +34,10 @@ def digest_of(text: str) -> int:
 
 
 def ranked(digests: Digests, slots: Sequence[int]) -> NDArray[np.intp]:
-    """For each document [N] the slots' places in `slots`, its owner first: [N, slots]."""
-    return np.argsort(~_weights(digests, slots), axis=1, kind="stable")
+    """For each document [N] the slots' places in `slots`, its owner first: [N, slots]. A slot counts by its
+    number alone: other members do not change its weight."""
+    weights = mixed(digests[:, None] ^ mixed(np.array(slots, dtype=np.uint64))[None, :])
+    return np.argsort(~weights, axis=1, kind="stable")
 
 
 def mixed(numbers: Digests) -> Digests:
@@ -51,13 +46,6 @@ def mixed(numbers: Digests) -> Digests:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * _FIRST
     numbers = (numbers ^ (numbers >> np.uint64(27))) * _SECOND
     return numbers ^ (numbers >> np.uint64(31))
-
-
-def _weights(digests: Digests, slots: Sequence[int]) -> Digests:
-    """Weights of members [G] for documents [N]: [N, G]. A slot counts by its number alone: other members do
-    not change its weight."""
-    of_slots = mixed(np.array(slots, dtype=np.uint64))
-    return mixed(digests[:, None] ^ of_slots[None, :])
 
 
 CELL_SIZE = 8
@@ -117,10 +105,6 @@ class Reach:
             return np.full(len(digests), self.cell.number, dtype=np.int64)
         return np.where(self.cell.is_owned(digests), self.cell.number, self.other.number).astype(np.int64)
 
-    def number_of(self, member: Member) -> int:
-        """The number of a member's cell."""
-        return member.slot // self.cell.size
-
 
 def cells_of(members: Sequence[Member], size: int = CELL_SIZE) -> tuple[Cell, ...]:
     """The cells of members of one fingerprint: slots from 0 to `size` - 1, and so on. Where two members have
@@ -147,18 +131,17 @@ def reach_of(cells: Sequence[Cell], load: Callable[[Cell], float], draw: int) ->
     return Reach(cell, None if cell.is_full else other)
 
 
-def free_slot(wanted: int, taken: Collection[int]) -> int:
+def free_slot(wanted: int | None, taken: Collection[int]) -> int:
     """The slot of a member that comes: the wanted one, or the lowest that nobody has."""
-    return wanted if wanted not in taken else _lowest_free(taken)
+    if wanted is not None and wanted not in taken:
+        return wanted
+    return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
 
 def agreed_slots(slots: Mapping[str, int], size: int = CELL_SIZE) -> dict[str, int]:
-    """By name, the slots that members are to have that have these by now: their own, as long as they run,
-    since with another slot a member has other documents.
-
-    Two cases make a member take the lowest free slot: another member has its slot, as where two have come at
-    once; and it is in a cell that so few members have no need of, where documents would be cached once more.
-    """
+    """The slots that members are to have, by name. A member keeps its slot, and so its documents, unless
+    another has it too (two came at once), or the members need fewer cells: then it takes the lowest free
+    one."""
     needed = -(-len(slots) // size) * size
     agreed: dict[str, int] = {}
     taken: set[int] = set()
@@ -170,10 +153,6 @@ def agreed_slots(slots: Mapping[str, int], size: int = CELL_SIZE) -> dict[str, i
             agreed[name] = slot
             taken.add(slot)
     for name in others:
-        agreed[name] = _lowest_free(taken)
+        agreed[name] = free_slot(None, taken)
         taken.add(agreed[name])
     return agreed
-
-
-def _lowest_free(taken: Collection[int]) -> int:
-    return next(slot for slot in range(len(taken) + 1) if slot not in taken)

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heapreplace
 
@@ -31,20 +31,9 @@ class Split(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Documents:
-    """A request's documents [N]: the `digests` of their texts, how many `tokens` they have, and what they
-    weigh: less than their tokens where a member is known to have cached a document."""
-
-    digests: Digests
-    tokens: Tokens
-    weights: Tokens
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Documents of a request, by their `indices` in it, ascending, for the first of the `members`; the others
-    follow in the order in which they are to be asked where it cannot. `weight` is what they weigh. One that
-    `is_whole` has all documents, which belong together."""
+    """Documents of a request, by their ascending `indices`, for the first of the `members`, or else for the
+    next ones. With `is_whole` it has all documents, which belong together."""
 
     members: tuple[Member, ...]
     indices: NDArray[np.int64]
@@ -52,31 +41,44 @@ class Part:
     is_whole: bool = False
 
 
-def plan(documents: Documents, reach: Reach, loads: Tokens, split: Split, least_tokens: int) -> list[Part]:
+def plan(
+    digests: Digests,
+    tokens: Tokens,
+    weights: Tokens,
+    reach: Reach,
+    loads: Tokens,
+    split: Split,
+    least_tokens: int,
+) -> list[Part]:
     """The parts of a request: each document in exactly one, equal documents in the same.
 
-    `loads` is what waits at each of the reach's members [G] by now, in tokens. A request with at most
-    `least_tokens` goes to one member, and no part by tokens weighs less where it need not. Raises ValueError
-    without members.
-    """
+    Documents [N] have `digests` of their texts, `tokens`, and `weights`: less than the tokens where a member
+    has cached a document. `loads` are the tokens that wait at each of the reach's members [G]. A request with
+    at most `least_tokens` goes to one member, and no part by tokens weighs less where it need not."""
     members = reach.members
-    if not members:
-        raise ValueError("there is no member that could take a part")
-    if not len(documents.digests):
+    if not len(digests):
         return []
-    unique, inverse = np.unique(documents.digests, return_inverse=True)
-    of_unique = np.maximum(1, np.bincount(inverse, weights=documents.weights).astype(np.int64))
+    unique, inverse = np.unique(digests, return_inverse=True)
+    of_unique = np.maximum(1, np.bincount(inverse, weights=weights).astype(np.int64))
     if split is Split.BY_OWNER:
         order = reach.ranked(unique)  # [N, G]
         room = _BOUND * (loads.sum() + of_unique.sum()) / len(members) + least_tokens - loads
-        choose = _at_one if documents.tokens.sum() <= least_tokens else _at_owners
+        choose = _at_one if tokens.sum() <= least_tokens else _at_owners
         chosen = choose(order, of_unique, room)
     elif split is Split.BY_TOKENS:
         chosen = _by_tokens(of_unique, loads, least_tokens)
     else:
         chosen = np.full(len(unique), np.argmin(loads), dtype=np.intp)
-    parts = _parts(chosen[inverse], documents, reach)
-    return [replace(part, is_whole=True) for part in parts] if split is Split.NEVER else parts
+    chosen = chosen[inverse]
+    firsts, a_document = np.unique(chosen, return_index=True)
+    # Fallbacks in the order of one of its documents, so that they differ from part to part.
+    others = reach.ranked(digests[a_document])
+    parts = []
+    for first, order in zip(firsts.tolist(), others.tolist(), strict=True):
+        indices = np.flatnonzero(chosen == first).astype(np.int64)
+        in_turn = (members[first], *(members[member] for member in order if member != first))
+        parts.append(Part(in_turn, indices, int(weights[indices].sum()), is_whole=split is Split.NEVER))
+    return parts
 
 
 def _at_one(order: NDArray[np.intp], weights: Tokens, room: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -120,22 +122,9 @@ def _by_tokens(weights: Tokens, loads: Tokens, least_tokens: int) -> NDArray[np.
     return chosen
 
 
-def _parts(chosen: NDArray[np.intp], documents: Documents, reach: Reach) -> list[Part]:
-    members = reach.members
-    firsts, a_document = np.unique(chosen, return_index=True)
-    # Fallbacks in the order of one of its documents, so that they differ from part to part.
-    others = reach.ranked(documents.digests[a_document])
-    parts = []
-    for first, order in zip(firsts.tolist(), others.tolist(), strict=True):
-        indices = np.flatnonzero(chosen == first).astype(np.int64)
-        in_turn = (members[first], *(members[member] for member in order if member != first))
-        parts.append(Part(in_turn, indices, int(documents.weights[indices].sum())))
-    return parts
-
-
 class Loads:
-    """Estimated tokens at each member: those that this front has sent and that are not answered, and what
-    each reply said waits there beside them, from other fronts. For one thread."""
+    """Estimated tokens at each member: unanswered ones of this front, and those of other fronts by the latest
+    reply. For one thread."""
 
     def __init__(self) -> None:
         self._sent: dict[str, int] = {}
@@ -178,8 +167,8 @@ _CACHED_SHARE = 0.02
 
 
 class Seen:
-    """The documents that this front has lately sent, with the member that answered: at most `capacity`, those
-    longest unused forgotten first. A guess, since members have caches of their own. For one thread."""
+    """The `capacity` documents that this front has sent last, with the member that answered: a guess at what
+    members have cached. For one thread."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -187,7 +176,7 @@ class Seen:
 
     def remember(self, reach: Reach, digests: Iterable[int], member: Member) -> None:
         """One of a request's members has scored documents."""
-        number = reach.number_of(member)
+        number = member.slot // reach.cell.size
         for digest in digests:
             key = number, digest
             self._names[key] = member.name
@@ -231,8 +220,8 @@ class Planner:
             self._forgot = now
         reach = reach_of(cells, self.load, draw)
         weights = self.seen.weights(reach, digests, tokens) if is_cached else tokens
-        documents = Documents(digests, tokens, weights)
-        return reach, plan(documents, reach, self.loads.of(reach.members), split, least_tokens)
+        loads = self.loads.of(reach.members)
+        return reach, plan(digests, tokens, weights, reach, loads, split, least_tokens)
 
     def load(self, cell: Cell) -> float:
         """The mean load of a cell's members."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -12,17 +13,13 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from maxsimd.api.cluster import score_files
-from maxsimd.api.cluster.data import ScoreRow
 from maxsimd.api.cluster.score_files import Files, JsonlShards, RunFolder, Shard, Work, write_shard
 from maxsimd.engine import EngineConfig
 
 
 class Lengths:
-    def read(self, rows: list[dict[str, object]]) -> list[ScoreRow]:
-        return [ScoreRow.of(row, "q") for row in rows]
-
-    def score(self, rows: list[ScoreRow]) -> list[dict[str, object]]:
-        return [{"score": len(row.documents[0]), "error": None, "prompt_tokens": 1} for row in rows]
+    def score(self, rows: list[dict[str, Any]]) -> list[dict[str, object]]:
+        return [{"score": len(row["document"]), "error": None, "prompt_tokens": 1} for row in rows]
 
 
 def _input(folder: Path, kind: str, rows: int) -> Path:
@@ -55,7 +52,7 @@ def test_shards_have_every_row_once_and_in_order(tmp_path: Path, kind: str, rows
 
 def test_a_shard_is_complete_or_not_there(tmp_path: Path) -> None:
     class Failing(Lengths):
-        def score(self, rows: list[ScoreRow]) -> list[dict[str, object]]:
+        def score(self, rows: list[dict[str, Any]]) -> list[dict[str, object]]:
             raise OSError("no room")
 
     path = _input(tmp_path, "jsonl", 3)

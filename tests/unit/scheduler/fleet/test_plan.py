@@ -90,9 +90,7 @@ def parts_of(
     numbers: np.ndarray, tokens: np.ndarray, load: np.ndarray, split: fleets.Split, least: int
 ) -> list[fleets.Part]:
     """The parts of a request to a small fleet, of which each member has a load."""
-    return fleets.plan(
-        fleets.Documents(numbers, tokens, tokens), reach_over(fleet(len(load))), load, split, least
-    )
+    return fleets.plan(numbers, tokens, tokens, reach_over(fleet(len(load))), load, split, least)
 
 
 requests = st.integers(1, 8).flatmap(
