@@ -27,7 +27,7 @@ import torch
 
 from maxsimd.bench.checkpoints import save_cross_encoder, save_text_model
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from maxsimd.bench.report import Figures, table
+from maxsimd.bench.report import Figures
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.int8 import choose_path
@@ -229,10 +229,11 @@ def caps() -> list[Cap | None]:
 
 
 def measure_instruction_sets(
-    shape: str, texts: int, rounds: int, seconds: float, threads: int, onnx: str | None
+    shape: str, texts: int, rounds: int, seconds: float, threads: int | None, onnx: str | None
 ) -> Figures:
     """Figures by the titles of the caps, each of `texts` docstrings in `rounds` rounds, or as many as begin
     within `seconds`. `onnx` is an interpreter whose ONNX Runtime is measured on the processor as it is."""
+    threads = threads or len(os.sched_getaffinity(0))
     numbers = [str(number) for number in (texts, rounds, seconds, threads)]
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -260,33 +261,6 @@ def _in_a_process(arguments: list[str], cap: Cap | None, timeout: float) -> Figu
     )
     found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def instructions_table(figures: Figures) -> str:
-    """The figures in Markdown, a cap a line: how many times as fast as sentence-transformers, on the clock
-    and (in brackets) in processor time."""
-    more = {name for found in figures.values() for name in found["over_sentence_transformers"]}
-    columns = [*PRECISIONS, *sorted(more.difference(PRECISIONS))]
-    rows = []
-    for title, found in figures.items():
-        shown = f"{title} (emulated)" if found["emulated"] else title
-        cells = [_ratio_cell(found, "over_sentence_transformers", name) for name in columns]
-        last = _times(found.get("int8_over_float32"), found.get("int8_over_float32_in_processor_time"))
-        rows.append((shown, *cells, last))
-    return "\n".join(table(("instructions", *columns, "int8 over float32"), rows))
-
-
-def _ratio_cell(found: Figures, figure: str, name: str) -> str:
-    """A precision's ratios, with the way its weights are multiplied."""
-    times = _times(found[figure].get(name), found[f"{figure}_in_processor_time"].get(name))
-    path = found["paths"].get(name)
-    return times if path is None else f"{times}, {path}"
-
-
-def _times(on_the_clock: float | None, in_processor_time: float | None) -> str:
-    if on_the_clock is None or in_processor_time is None:
-        return "-"
-    return f"{on_the_clock:.2f} ({in_processor_time:.2f})"
 
 
 async def _measure_precisions(

@@ -22,7 +22,7 @@ from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.checkpoints import PAGE_SHAPES, RERANKERS, TEXT_SHAPES
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.peers import EXPERIMENTS
-from maxsimd.bench.report import Figures, Report, publish, run_and_clean_up, write_json, write_report
+from maxsimd.bench.report import Figures, Report, publish, run_and_clean_up, write_report
 from maxsimd.engine.config import EngineConfig
 from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE
 
@@ -256,7 +256,7 @@ def bench_prefix() -> None:
     """Compare a causal reranker with and without prefix sharing."""
 
 
-@_benchmark("muvera", run=asyncio.run)
+@_benchmark("muvera", "in_process.measure_muvera", asyncio.run)
 @_model
 @_engine_options
 @_number("--queries", 200, "Docstring queries")
@@ -265,20 +265,8 @@ def bench_prefix() -> None:
 @click.option("--r-reps", type=int, help="Repetitions")
 @click.option("--d-proj", type=int, help="Dimensions of a projected token; 0 does not project")
 @click.option("--d-final", type=int, help="Dimensions of the final vector")
-def bench_muvera(config: EngineConfig, queries: int, candidates: int, **given: int | None) -> _Measured:
+def bench_muvera() -> None:
     """Compare fixed dimensional encodings (MUVERA) with MaxSim, in several variants."""
-    from maxsimd.bench.in_process import measure_muvera
-    from maxsimd.pooling.muvera import Muvera
-
-    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if parameters.get("d_proj") == 0:
-        parameters["d_proj"] = None
-    encodings = {
-        "encoding": Muvera(**parameters),
-        "as_in_the_paper": Muvera(**parameters, full_length=False),
-        "the_papers_parameters": Muvera(k_sim=5, r_reps=20, d_proj=16, full_length=False),
-    }
-    return measure_muvera(config, encodings, queries, candidates)
 
 
 @_benchmark("several")
@@ -352,7 +340,7 @@ def bench_packed(
         publish({"mix": mix, "quantization": quantization, **sizes}, figures, json_file)
 
 
-@bench.command("instruction-sets")
+@_benchmark("instruction-sets", "beside_library.measure_instruction_sets")
 @_choice("--shape", ("minilm-l6", "mpnet-base"), "minilm-l6")
 @_number("--texts", 48, "Docstrings of different lengths")
 @_rounds(7)
@@ -361,25 +349,8 @@ def bench_packed(
 @click.option(
     "--onnx", type=click.Path(exists=True, dir_okay=False), help="Python with sentence-transformers[onnx]"
 )
-@_json
-def bench_instruction_sets(
-    shape: str,
-    texts: int,
-    rounds: int,
-    seconds: float,
-    threads: int | None,
-    onnx: str | None,
-    json_file: str | None,
-) -> None:
+def bench_instruction_sets() -> None:
     """Compare precisions under caps on CPU instructions, beside sentence-transformers."""
-    from maxsimd.bench.beside_library import instructions_table, measure_instruction_sets
-
-    threads = threads or len(os.sched_getaffinity(0))
-    figures = measure_instruction_sets(shape, texts, rounds, seconds, threads, onnx)
-    click.echo(instructions_table(figures))
-    if json_file:
-        settings = {"shape": shape, "texts": texts, "rounds": rounds, "threads": threads}
-        write_json(json_file, {"settings": settings, "figures": figures})
 
 
 @_benchmark("maxsim", "methods.time_maxsim")
@@ -399,16 +370,13 @@ def bench_slab() -> None:
     """Compare cached documents on the GPU with cached documents that are copied there."""
 
 
-@_benchmark("tokenizer")
+@_benchmark("tokenizer", "methods.measure_tokenizer")
 @click.argument("path", required=False)
 @_number("--entries", 250_000, "Size of the synthetic vocabulary")
 @click.option("--threads", default="1,2,4", show_default=True, help="Thread counts, separated by commas")
 @_rounds(5)
-def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int) -> _Measured:
+def bench_tokenizer() -> None:
     """Measure the tokenizer.json at PATH, or a large synthetic Unigram vocabulary."""
-    from maxsimd.bench.methods import measure_tokenizer
-
-    return measure_tokenizer(path, entries, [int(number) for number in threads.split(",")], rounds)
 
 
 @_benchmark("scaling", "servers.measure_scaling")

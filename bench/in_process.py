@@ -6,7 +6,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -249,10 +249,19 @@ TOP, AMONG = 10, 100
 
 
 async def measure_muvera(
-    config: EngineConfig, encodings: Mapping[str, Muvera], queries: int, candidates: int
+    config: EngineConfig, queries: int, candidates: int, **given: int | None
 ) -> dict[str, Any]:
-    """For each fixed dimensional encoding, Spearman's rank correlation with MaxSim over each query's BM25
-    candidates, as mean and lowest; and the recall of MaxSim's best among the encoding's best."""
+    """For each fixed dimensional encoding, with the parameters that are `given`: Spearman's rank correlation
+    with MaxSim over each query's BM25 candidates, as mean and lowest; and the recall of MaxSim's best among
+    the encoding's best."""
+    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if parameters.get("d_proj") == 0:
+        parameters["d_proj"] = None
+    encodings = {
+        "encoding": Muvera(**parameters),
+        "as_in_the_paper": Muvera(**parameters, full_length=False),
+        "the_papers_parameters": Muvera(k_sim=5, r_reps=20, d_proj=16, full_length=False),
+    }
     pairs = docstring_pairs()
     draw = np.random.default_rng(0)
     asked = draw.choice(len(pairs), min(queries, len(pairs)), replace=False).tolist()

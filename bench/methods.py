@@ -215,12 +215,10 @@ GPU_TOKENS_A_SECOND = 700_000
 _TEXTS = 400
 
 
-def measure_tokenizer(
-    path: str | None, entries: int, threads: Sequence[int], rounds: int
-) -> dict[str, float]:
-    """Tokens a second of the tokenizer.json at `path`, or of a synthetic one, by numbers of threads that
-    tokenize text by text. `batched_tokens_per_s` is of one thread with all texts at once: the tokenizers
-    library then takes all cores."""
+def measure_tokenizer(path: str | None, entries: int, threads: str, rounds: int) -> dict[str, float]:
+    """Tokens a second of the tokenizer.json at `path`, or of a synthetic one, by numbers of threads, such as
+    1,2,4, that tokenize text by text. `batched_tokens_per_s` is of one thread with all texts at once: the
+    tokenizers library then takes all cores."""
     texts = [pair.document for pair in docstring_pairs()]
     texts = [texts[number % len(texts)] for number in range(_TEXTS)]
     backend: Any = unigram_tokenizer(entries) if path is None else Tokenizer.from_file(path)
@@ -231,10 +229,11 @@ def measure_tokenizer(
         "characters_a_token": round(sum(map(len, texts)) / num_tokens, 2),
     }
     alone = 0.0
-    for number in threads:
+    numbers = [int(number) for number in threads.split(",")]
+    for number in numbers:
         taken = statistics.median(_tokenizing_seconds(tokenizer, texts, number) for _ in range(rounds))
         figures[f"tokens_per_s_{number}_threads"] = round(number * num_tokens / taken)
-        if number == threads[0]:
+        if number == numbers[0]:
             alone = num_tokens / taken
     started = time.perf_counter()
     for _ in range(rounds):

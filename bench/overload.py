@@ -1,6 +1,7 @@
 """`maxsimd bench overload`: a server beyond its capacity, the requests that it serves and refuses."""
 
 import asyncio
+import math
 import random
 import statistics
 import tempfile
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import click
 import msgspec
 
 from maxsimd.bench.datasets import Request, docstring_requests
@@ -99,6 +101,8 @@ async def measure_overload(
                 more, longer = await _closed(clients, bodies, best, seconds / 2)
                 answers, duration = answers + more, duration + longer
                 capacity = _shown(answers, duration)
+                if not capacity["served_per_s"]:
+                    raise click.ClickException("the server answered nothing in time; give more --seconds")
                 rate = times * capacity["served_per_s"]
                 started = time.perf_counter()
                 came = await send_at_random(
@@ -123,8 +127,8 @@ def _shown(answers: list[_Answer], duration: float) -> Figures:
     shown = {
         "tokens_per_s": round(sum(answer.tokens for answer in answers) / duration),
         "served_per_s": round(len(served) / duration, 2),
-        "p50_ms": round(statistics.median(served) * 1e3, 1),
-        "p99_ms": round(p99(served) * 1e3, 1),
+        "p50_ms": round(statistics.median(served or [math.nan]) * 1e3, 1),
+        "p99_ms": round(p99(served or [math.nan]) * 1e3, 1),
         "refused": len(refused),
         "refused_per_s": round(len(refused) / duration, 2),
         "other_answers": len(others),

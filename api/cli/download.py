@@ -40,16 +40,13 @@ def download(model: str, folder: str, revision: str | None, check: bool) -> None
             return
         _download(model, revision, target)
         if model in INSTRUCTORS:
-            _leave_prompts_out(target / "1_Pooling" / "config.json")
+            pooling = target / "1_Pooling" / "config.json"
+            settings = json.loads(pooling.read_text(encoding="utf-8")) | {"include_prompt": False}
+            pooling.write_text(json.dumps(settings, indent=2), encoding="utf-8")
         count = write_digests(target)
     except ModelLoadError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{count} files in {folder}; serve with: maxsimd serve {folder} --offline")
-
-
-def _leave_prompts_out(path: Path) -> None:
-    settings = json.loads(path.read_text(encoding="utf-8")) | {"include_prompt": False}
-    path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def wanted(names: list[str]) -> list[str]:

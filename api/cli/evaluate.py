@@ -30,7 +30,7 @@ from maxsimd.api.cli.files import (
     run,
 )
 from maxsimd.api.help import Command
-from maxsimd.api.options import config_file_option, config_from, in_flags, options_from
+from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, shown_name
 from maxsimd.engine.errors import MaxsimdError
 
@@ -129,8 +129,9 @@ class Judged:
 
     def refuse_spaces(self) -> None:
         """Raises ValueError for an id with a space, which no TREC run can hold."""
-        for name in (name for query, ids in self.work for name in (query, *ids)):
-            if len(name.split()) != 1:
+        spaced = {name for name in (*self.asked, *self.texts) if len(name.split()) != 1}
+        for query, ids in self.work if spaced else ():
+            for name in spaced.intersection((query, *ids)):
                 raise ValueError(f"--run cannot hold the id {name!r}, which has a space; rename it")
 
     def _warn(self, num_unknown: int) -> None:
@@ -151,7 +152,7 @@ def in_one_line() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, MaxsimdError) as error:
-        raise click.ClickException(in_flags(str(error))) from error
+        raise click.ClickException(str(error)) from error
 
 
 @click.command("eval", cls=Command)

@@ -311,8 +311,9 @@ _TEXTS = frozenset({".txt", ".md"})
 
 def records_of(folder: Path) -> list[Record]:
     """A record for each picture, text and page of a PDF in a folder, by name. Raises click.ClickException."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
-    records = [record for path in files for record in _of_file(path, str(path.relative_to(folder)))]
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    seen = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    records = [record for name in seen for record in _of_file(folder / name, str(name))]
     if not records:
         raise click.ClickException(f"there is no picture, PDF or text in {folder}")
     return records
@@ -341,7 +342,3 @@ def _of_file(path: Path, name: str) -> Iterator[Record]:
             raise click.ClickException(f"{path} cannot be read: {error}") from error
         if text.strip():
             yield Record(text, name)
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
