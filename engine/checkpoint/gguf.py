@@ -63,6 +63,10 @@ class GgufFile:
         if int(self.get("split.count") or 1) > 1:
             raise ModelLoadError(f"{path} is one part of several; join them with llama-gguf-split --merge")
 
+    def close(self) -> None:
+        """Frees the names of all tokens, some hundred megabytes."""
+        del self._reader
+
     def get(self, key: str) -> Any:
         self._unread.discard(key)
         field = self._reader.fields.get(key)
@@ -410,6 +414,8 @@ def from_gguf(model: str, in_blocks: bool) -> Iterator[tuple[str, StoredWeights 
             yield folder, stored
         except ModelLoadError as error:
             raise ModelLoadError(str(error).replace(folder, model)) from error
+        finally:
+            file.close()
 
 
 def _file_of(model: str) -> Path | None:
