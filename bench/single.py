@@ -164,7 +164,7 @@ def _runs_in_one_call(engine: "Engine") -> bool:
 
 def main() -> None:
     from maxsimd.engine import Engine, EngineConfig
-    from maxsimd.engine.ops.cpu.library import library
+    from maxsimd.engine.ops.cpu import is_available
 
     way, config = sys.argv[1], EngineConfig.of(json.loads(sys.argv[2]))
     # Libraries may print meanwhile.
@@ -173,7 +173,7 @@ def main() -> None:
         engine = Engine(config)
         with _layer_by_layer() if way == "layer_by_layer" else contextlib.nullcontext():
             runner.run(engine.start())
-        state = {"one_call": _runs_in_one_call(engine), "kernels": library() is not None}
+        state = {"one_call": _runs_in_one_call(engine), "kernels": is_available()}
         print(json.dumps(state), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(runner.run(_ask(engine, **json.loads(line)))), file=answers, flush=True)

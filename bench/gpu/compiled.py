@@ -240,31 +240,26 @@ def layer_variants(dtype: str = "bf16") -> Iterator[Variant]:
 
     pointer, epsilon = POINTERS[dtype], {"epsilon": "fp32"}
 
-    def of_rows(kernel: Any, arguments: tuple[str, ...], width: int, **constants: Any) -> Source:
+    def norms(width: int, *kinds: str, biased: bool, centered: bool) -> Iterator[Variant]:
         tile = elementwise.row_tile(width)
-        types = dict.fromkeys(arguments, pointer) | epsilon
-        return Source(kernel, types, constants | {"BLOCK": tile.numbers}, {"num_warps": tile.warps})
+        types = dict.fromkeys(("x", "residual", "weight", "bias", "total", "out"), pointer) | epsilon
+        for kind in kinds:
+            constants = {"CENTERED": centered, "BIASED": biased, "BLOCK": tile.numbers}
+            constants |= {"ADDED": " and " in kind, "SUMMED": kind.startswith("sum")}
+            source = Source(elementwise.norm_kernel, types, constants, {"num_warps": tile.warps})
+            yield Variant(f"{kind} {width}{', no bias' if centered and not biased else ''}", source)
 
     def layer_norms(width: int, biased: bool) -> Iterator[Variant]:
-        arguments = ("x", "residual", "weight", "bias", "total", "out")
-        for kind in ("layer norm", "add and layer norm", "sum and layer norm"):
-            constants = {
-                "ADDED": kind != "layer norm",
-                "SUMMED": kind == "sum and layer norm",
-                "BIASED": biased,
-            }
-            source = of_rows(elementwise.layer_norm_kernel, arguments, width, **constants)
-            yield Variant(f"{kind} {width}{'' if biased else ', no bias'}", source)
+        kinds = ("layer norm", "add and layer norm", "sum and layer norm")
+        return norms(width, *kinds, biased=biased, centered=True)
 
-    def rms_norm(width: int, added: bool) -> Variant:
-        arguments = ("x", "residual", "weight", "total", "out")
-        source = of_rows(elementwise.rms_norm_kernel, arguments, width, ADDED=added)
-        return Variant(f"{'add and ' * added}RMS norm {width}", source)
+    def rms_norms(width: int) -> Iterator[Variant]:
+        return norms(width, "RMS norm", "sum and RMS norm", biased=False, centered=False)
 
     for width in (384, 768, 1024, 4096, 8192):
         yield from layer_norms(width, biased=True)
-        yield from (rms_norm(width, added) for added in (False, True))
-    gemma = rms_norm(2048, added=True)
+        yield from rms_norms(width)
+    *_, gemma = rms_norms(2048)
     yield replace(gemma, source=replace(gemma.source, types={**gemma.source.types, "weight": "*fp32"}))
     yield from layer_norms(768, biased=False)  # ModernBERT
     # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.

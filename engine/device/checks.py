@@ -4,6 +4,7 @@ import logging
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.cache.embeddings import rounded
 from maxsimd.engine.checkpoint import LoadedModel
@@ -35,42 +36,33 @@ def checked_maxsim(
     name: str, maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype, *, int8: bool = False
 ) -> tuple[str, MaxSim]:
     """The backend, compiled for embeddings of `dim` dimensions in all lengths and types (with `int8`, also
-    int8 documents). Falls back to plain torch with a warning if it fails or is wrong on this device."""
-    mismatch = why_wrong(maxsim, dim, device, dtype, int8=int8)
-    if mismatch is None:
-        return name, maxsim
-    log.warning("MaxSim by %s is not used: %s", name, mismatch)
-    return choose_maxsim("tiled", device)
-
-
-def why_wrong(
-    maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype, *, int8: bool = False
-) -> str | None:
-    """None if random texts score as by the reference, else a description of the mismatch."""
+    int8 documents). Falls back to plain torch with a warning if it fails on this device, or scores random
+    texts otherwise than the reference."""
     random = np.random.default_rng(0)
     queries = Ragged.from_lengths(_unit_rows(random, sum(_QUERIES), dim).to(dtype), _QUERIES)
+    documents = []
     for lengths in _DOCUMENTS:
         rows = _unit_rows(random, sum(lengths), dim)
-        documents = [Ragged.from_lengths(rows.to(dtype), lengths)]
+        documents.append(Ragged.from_lengths(rows.to(dtype), lengths))
         if int8:
             values, scales = rounded(rows, "int8")
-            documents.append(Ragged(values, documents[0].offsets, scales))
-        for items in documents:
-            mismatch = _mismatch(maxsim, queries, items, device)
-            if mismatch is not None:
-                return mismatch
-    return None
-
-
-def _mismatch(maxsim: MaxSim, queries: Ragged, documents: Ragged, device: torch.device) -> str | None:
-    pairs = np.array([(q, d) for q in range(len(queries)) for d in range(len(documents))])
-    exact = maxsim_reference(queries, documents.decoded(torch.float32), pairs)
+            documents.append(Ragged(values, documents[-1].offsets, scales))
     try:
-        scores = maxsim(_on(queries, device), _on(documents, device), pairs).cpu()
+        for items in documents:
+            pairs = _all_pairs(queries, items)
+            exact = maxsim_reference(queries, items.decoded(torch.float32), pairs)
+            scores = maxsim(_on(queries, device), _on(items, device), pairs).cpu()
+            worst = float((scores - exact).abs().max())
+            if not worst <= _TOLERANCE:
+                raise ValueError(f"its scores differ from plain ones by {worst:.2g}")
     except Exception as error:
-        return f"it failed: {error}"
-    worst = float((scores - exact).abs().max())
-    return None if worst <= _TOLERANCE else f"its scores differ from plain ones by {worst:.2g}"
+        log.warning("MaxSim by %s is not used: %s", name, error)
+        return choose_maxsim("tiled", device)
+    return name, maxsim
+
+
+def _all_pairs(queries: Ragged, documents: Ragged) -> NDArray[np.int64]:
+    return np.argwhere(np.ones((len(queries), len(documents))))
 
 
 def _on(items: Ragged, device: torch.device) -> Ragged:
@@ -96,7 +88,7 @@ def refuse_wrong_scores(
     """
     random = np.random.default_rng(0)
     queries, documents = (_items(model.similarity, n, dim, random) for n in (_ITEM_QUERIES, _ITEM_DOCUMENTS))
-    pairs = np.array([(q, d) for q in range(len(queries)) for d in range(len(documents))])
+    pairs = _all_pairs(queries, documents)
 
     def scores(compare: MaxSim, of: Ragged, among: Ragged) -> torch.Tensor:
         if model.similarity == "hybrid":
@@ -121,13 +113,11 @@ def _unit_rows(random: np.random.Generator, count: int, dim: int) -> torch.Tenso
 
 def _items(similarity: str, lengths: tuple[int, ...], dim: int, random: np.random.Generator) -> Ragged:
     """Random items for a similarity: unit rows for each token or one in all, words with weights, or both."""
-    is_sparse = similarity.startswith("sparse")
-    if similarity not in (*TOKEN_SIMILARITIES, "hybrid") and not is_sparse:
+    is_sparse, is_hybrid = similarity.startswith("sparse"), similarity == "hybrid"
+    if not (is_sparse or is_hybrid or similarity in TOKEN_SIMILARITIES):
         lengths = (1,) * len(lengths)
-    columns = []
-    if not is_sparse:
-        columns.append(_unit_rows(random, sum(lengths), dim))
-    if is_sparse or similarity == "hybrid":
+    columns = [] if is_sparse else [_unit_rows(random, sum(lengths), dim)]
+    if is_sparse or is_hybrid:
         words = np.concatenate([random.permutation(_WORDS)[:length] for length in lengths])
         weights = random.random(len(words))
         columns.append(torch.from_numpy(np.stack([words, weights], axis=1)).float())

@@ -1,5 +1,6 @@
 """The description of a served model as plain data."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,7 @@ class ModelFacts:
 def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
     """The facts of a model that is ready on its device. Its engine runs sequences of up to `max_tokens`."""
     model = loaded.model
-    is_calibrated = loaded.calibration is not None
+    scale_of = functools.partial(score_scale, model, calibrated=loaded.calibration is not None)
     return ModelFacts(
         name=model.name,
         score_type=model.score_type,
@@ -80,11 +81,7 @@ def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
         max_tokens=max_tokens,
         step_tokens=loaded.step_tokens,
         reads_pictures=model.vision is not None,
-        scales=Scales(
-            score_scale(model, calibrated=is_calibrated),
-            score_scale(model, use_activation=False, calibrated=is_calibrated),
-            score_scale(model, normalize=True, calibrated=is_calibrated),
-        ),
+        scales=Scales(scale_of(), scale_of(use_activation=False), scale_of(normalize=True)),
         normalizes=has_bounds(model),
         device=str(loaded.device),
         kernels=kernels_in_words(loaded.device, loaded.attention, loaded.maxsim_name),

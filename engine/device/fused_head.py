@@ -51,7 +51,7 @@ def fused(head: Head, products: torch.dtype, results: torch.dtype) -> Head:
     if projection is None or not is_supported(len(projection.weight)):
         return head
     ours = FusedProjection(head, projection, results)
-    mismatch = find_mismatch(ours, head, projection)
+    mismatch = find_mismatch(ours, head, projection.weight)
     if mismatch is None:
         return ours
     log.warning("the fused projection is not used: %s", mismatch)
@@ -59,13 +59,11 @@ def fused(head: Head, products: torch.dtype, results: torch.dtype) -> Head:
 
 
 @torch.inference_mode()
-def find_mismatch(ours: GatheringHead, plain: Head, projection: Projection) -> str | None:
+def find_mismatch(ours: GatheringHead, plain: Head, weight: torch.Tensor) -> str | None:
     """None if a fused head agrees with the plain head on random rows, else a description of the mismatch."""
-    weight = projection.weight
     random = np.random.default_rng(0)
     states = torch.from_numpy(random.standard_normal((_ROWS, weight.shape[1])))
-    hidden = states.to(weight.device, weight.dtype)
-    rows = random.integers(0, _ROWS, _ROWS)
+    hidden, rows = states.to(weight.device, weight.dtype), random.integers(0, _ROWS, _ROWS)
     try:
         found = ours.gather(hidden, rows).float()
         expected = plain(hidden[to_device(rows, hidden.device)].float())

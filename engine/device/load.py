@@ -319,24 +319,21 @@ def _pooler(
 
 def prepare_thread(device: torch.device, threads: int | None) -> None:
     """Sets up the calling thread to compute for a device with `threads` threads. Called before anything
-    else."""
-    _choose_threads(threads)
-    use_device(device)
-    if device.type == "cpu":
-        settle_allocators()
-        take_short_slices()
+    else.
 
-
-def _choose_threads(threads: int | None) -> None:
-    """Sets torch's number of threads: as configured, here or in OMP_NUM_THREADS (which torch reads), else at
-    most the cores of this process. torch would count all cores of the machine. Once it is set, the thread
-    keeps it, whatever loads set in other threads."""
+    Without `threads`, here or in OMP_NUM_THREADS (which torch reads), there are at most as many as the cores
+    of this process: torch would count all cores of the machine. Once the number is set, the thread keeps it,
+    whatever loads set in other threads."""
     usual, cores = process_threads(), usable_cores()
     if threads is None and "OMP_NUM_THREADS" not in os.environ and cores.threads < usual:
         usual = cores.threads
         quota = "no quota" if cores.quota is None else f"a quota of {cores.quota:g}"
         log.debug("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
     torch.set_num_threads(threads or usual)
+    use_device(device)
+    if device.type == "cpu":
+        settle_allocators()
+        take_short_slices()
 
 
 def prepare(
@@ -355,9 +352,8 @@ def prepare(
     with LOADING:
         try:
             tokenizer = tokenizer or TextTokenizer(model.tokenizer, model.token_rows)
-            return _prepare(
-                model, config, device, probes, tokenizer, maxsim or _choose_maxsim(config, device)
-            )
+            maxsim = maxsim or _choose_maxsim(config, device)
+            return _prepare(model, config, device, probes, tokenizer, *maxsim)
         except ModelLoadError:
             raise
         except Exception as error:
@@ -374,15 +370,18 @@ def _prepare(
     device: torch.device,
     probes: Sequence[TokenSequence],
     tokenizer: TextTokenizer,
-    chosen_maxsim: tuple[str, MaxSim],
+    maxsim_name: str,
+    maxsim: MaxSim,
 ) -> DeviceModel:
-    maxsim_name, maxsim = chosen_maxsim
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
     overflow = why_not_float16(model) if dtype is torch.float16 else None
     if overflow is not None:
         raise ModelLoadError(f"{model.name!r} cannot be run in float16: {overflow}")
-    _refuse_quantization(config, device)
+    if config.quantization == "int8" and device.type != "cpu":
+        raise ModelLoadError(
+            f"int8 weights are multiplied on a CPU alone, not on {device}: leave out quantization or device"
+        )
     if config.dtype == "auto" and lacks_bfloat16(device):
         log.warning(
             "%s has no bfloat16, so the model runs in float32; dtype=float16 is faster, but some models "
@@ -398,7 +397,9 @@ def _prepare(
                 refuse_unlike_cpu(model.name, device, samples, on_cpu)
         in_proof = _in_float32(backend)
         execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
-        fused = isinstance(execution, Packed) and _may_fuse(config, device)
+        # Our Triton kernels for whole layers do not multiply int8 weights.
+        may_fuse = config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
+        fused = isinstance(execution, Packed) and may_fuse
         mismatch: str | None = None
         fusible: frozenset[Fused] | str = ""
         if fused:
@@ -414,14 +415,17 @@ def _prepare(
                 mismatch = why_not_replaced(model, runner, samples, compiled)
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
-        dtype, backend, quantized = torch.float32, GroupedBackend(), 0
+        dtype, quantized = torch.float32, 0
         runner, findings = _one_by_one(model, execution, config, samples)
     else:
+        quantized = 0
         for module in model.encoders:
             cast(module, dtype)
-        quantized = 0
         if (fused or fusible) and mismatch is None:
-            _fuse(model, fusible)
+            if isinstance(fusible, str):
+                log.warning("layers are not fused, which is slower: %s", fusible)
+            else:
+                log.debug("%d modules are fused", len(fuse(model.backbone, fusible)))
         if not fused and mismatch is None:
             quantized = lay_out_weights(model, device, dtype, config, compiled)
         elif mismatch is not None and config.quantization == "int8":
@@ -429,14 +433,14 @@ def _prepare(
         elif mismatch is not None:
             log.warning("linear layers are left as they are, which is slower: %s", mismatch)
         runner = make_runner(execution, model, device, backend)
-        mode = "packed" if isinstance(execution, Packed) else "padded"
         with layers(model):
-            findings = findings_of(model, mode, execution.comparison, dtype, runner, samples, quantized > 0)
+            findings = findings_of(
+                model, execution.name, execution.comparison, dtype, runner, samples, quantized > 0
+            )
     budget = step_tokens(config, model, device, dtype, runner.chunked)
     if isinstance(runner, PackedRunner):
         most = CaptureSize(budget, config.max_batch_sequences, model.max_tokens)
         runner = _sped_up(runner, model, config, device, [sample.sequence for sample in samples], most)
-    is_packed = isinstance(execution, Packed)
     tasks = tasks_for(execution, model)
     return DeviceModel(
         model=model,
@@ -446,9 +450,9 @@ def _prepare(
         tasks=tasks,
         pooler=_pooler(model, tasks, dtype, None),
         dtype=dtype,
-        execution="one by one" if isinstance(execution, OneByOne) else "packed" if is_packed else "padded",
-        attention=backend.name if is_packed else None,
-        not_packed=None if isinstance(execution, Packed) else execution.not_packed,
+        execution=execution.name,
+        attention=backend.name if isinstance(execution, Packed) else None,
+        not_packed=execution.not_packed,
         findings=findings,
         proof_seconds=proof_seconds,
         quantized=quantized,
@@ -487,40 +491,14 @@ def _sped_up(
     """The runner with what makes steps of up to the size `most` faster on its device."""
     if device.type == "cpu":
         return with_one_call(runner, model.backbone, sequences)
-    if config.cuda_graphs != "auto":
-        return runner
-    return with_graphs(runner, runner.backend, device, sequences, most)
-
-
-def _may_fuse(config: EngineConfig, device: torch.device) -> bool:
-    """Whether to use our Triton kernels for whole layers, which do not multiply int8 weights."""
-    return config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
-
-
-def _fuse(model: LoadedModel, fusible: frozenset[Fused] | str) -> None:
-    """Fuses layers of the kinds that are allowed, or logs why not. The backbone is in its final precision."""
-    if isinstance(fusible, str):
-        log.warning("layers are not fused, which is slower: %s", fusible)
-    else:
-        log.debug("%d modules are fused", len(fuse(model.backbone, fusible)))
-
-
-def _refuse_quantization(config: EngineConfig, device: torch.device) -> None:
-    if config.quantization == "int8" and device.type != "cpu":
-        raise ModelLoadError(
-            f"int8 weights are multiplied on a CPU alone, not on {device}: leave out quantization, or"
-            " the device"
-        )
-
-
-# Leaves a model's encoders with some of their layers inside a context: a sample of them, or all.
-_Layers = Callable[[LoadedModel], ExitStack]
+    is_allowed = config.cuda_graphs == "auto"
+    return with_graphs(runner, runner.backend, device, sequences, most) if is_allowed else runner
 
 
 @contextmanager
 def _samples(
     model: LoadedModel, probes: Sequence[TokenSequence] = ()
-) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
+) -> Iterator[tuple[tuple[Sample, ...], Callable[[LoadedModel], AbstractContextManager[object]]]]:
     """The model's samples, with its encoders in float32 while they are compared, and the context manager that
     leaves them with the layers that the samples come from: a few, or all if the model's own library fails
     with fewer."""
@@ -535,15 +513,16 @@ def _samples(
             yield samples, _some_layers
             return
     _widen(model)
-    yield make_samples(model, probes), lambda _: ExitStack()
+    yield make_samples(model, probes), nullcontext
 
 
-def _some_layers(model: LoadedModel) -> ExitStack:
-    """The encoders with a sample of their layers each, until this is closed."""
+@contextmanager
+def _some_layers(model: LoadedModel) -> Iterator[ExitStack]:
+    """Leaves the encoders with a sample of their layers each."""
     with ExitStack() as context:
         for module in model.encoders:
             context.enter_context(sample_layers(module))
-        return context.pop_all()
+        yield context
 
 
 def _widen(model: LoadedModel) -> None:

@@ -59,12 +59,10 @@ class SharedDevice:
     The first engine's `threads` hold for all: the number belongs to the thread."""
 
     def __init__(self, device: torch.device, threads: int | None) -> None:
-        self.device = device
-        self.threads = threads
-        self.turns = Turns()
-        self.thread = _EnduringThread()
-        self.is_lost = False
+        self.device, self.threads = device, threads
+        self.turns, self.thread = Turns(), _EnduringThread()
         self.seats: set[Seat] = set()
+        self.is_lost = False
         # Before anything else that runs there.
         self.thread.loop.call_soon_threadsafe(prepare_thread, device, threads)
 
@@ -98,10 +96,9 @@ class Seat:
     was started through it."""
 
     def __init__(self, shared: SharedDevice, turn: Turn) -> None:
-        self._shared = shared
+        self._shared, self.loop = shared, shared.thread.loop
         self.turn: Turn | None = turn
         self._turn = turn
-        self.loop = shared.thread.loop
         # Several threads change it, each by atomic operations.
         self._results: set[Future[Any]] = set()
         # Only the device's loop touches its tasks.
@@ -217,10 +214,9 @@ class Seat:
         while not self._ended.wait(_LOOK_SECONDS):
             if seconds is not None and not self._turn.is_anothers:
                 seconds -= _LOOK_SECONDS
-            if self._shared.is_lost:
-                return False
             if seconds is not None and seconds <= 0:
                 self._shared.lose()
+            if self._shared.is_lost:
                 return False
         return True
 
@@ -240,12 +236,12 @@ class Seat:
         with suppress(InvalidStateError):  # nobody waits for it any more
             if error is None:
                 result.set_result(task.result())
-            elif isinstance(error, Exception):
-                result.set_exception(error)
-            else:
+                return
+            if not isinstance(error, Exception):
                 stopped = DeviceTaskError(f"it was ended by {error!r}")
                 stopped.__cause__ = error
-                result.set_exception(stopped)
+                error = stopped
+            result.set_exception(error)
 
     def _note_end(self) -> None:
         if self._is_closing and not self._tasks:

@@ -50,12 +50,12 @@ def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
         # It holds only this model's embeddings, so its weights need not be read for a fingerprint.
         return EmbeddingCache(b"", precision, MemoryStore(memory_limit(config)), None)
     mark = fingerprint(ingredients(model, config, dtype, precision))
-    folder = Path(os.path.expanduser(config.cache_dir))
-    if str(folder).startswith("~"):
+    folder = os.path.expanduser(config.cache_dir)
+    if folder.startswith("~"):
         raise ModelLoadError(
             f"cache_dir={config.cache_dir} begins with a home folder that does not exist; give the whole path"
         )
-    disk = DiskStore(folder, config.cache_disk_mb * MIB)
+    disk = DiskStore(Path(folder), config.cache_disk_mb * MIB)
     return EmbeddingCache(mark, precision, MemoryStore(memory_limit(config)), disk)
 
 
@@ -113,9 +113,8 @@ def open_slab(
     step_bytes = step_tokens * bytes_a_token(model.backbone.config, dtype)
     dtype = torch.int8 if takes_int8 and cache.precision == "int8" else dtype
     dim = model.tasks[model.score_task].dim
-    if config.device_cache_mb is None:
-        limit = default_limit(free_bytes(device) or 0, step_bytes, cache.limit)
-    else:
+    limit = default_limit(free_bytes(device) or 0, step_bytes, cache.limit)
+    if config.device_cache_mb is not None:
         limit = config.device_cache_mb * MIB
     rows = rows_within(limit, dim, dtype)
     if rows < _FEWEST_ROWS:

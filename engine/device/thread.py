@@ -66,7 +66,8 @@ class DeviceThread:
 
         A thread that did not is left behind with all that it holds. It ends if it ever goes on."""
         self.request_end()
-        if not self.join(seconds):
+        self._thread.join(seconds)
+        if self.is_alive:
             _left_behind.append(self._thread)
         return not self.is_alive
 
@@ -74,11 +75,6 @@ class DeviceThread:
         """Makes the thread end after the work it has already been given, without waiting for that."""
         self.is_closing = True
         self.loop.call_soon_threadsafe(self.loop.stop)
-
-    def join(self, seconds: float | None = None) -> bool:
-        """Waits at most `seconds` for the thread's end. Returns whether it ended."""
-        self._thread.join(seconds)
-        return not self.is_alive
 
     def declare_stuck(self) -> None:
         """Does nothing: nobody else waits for this thread."""
@@ -96,10 +92,8 @@ def num_left_behind() -> int:
 
 def stacks() -> str:
     """The stacks of all engine threads in this process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate() if thread.name.startswith(_PREFIX)}
-    shown = [
-        f"{names[ident]}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident in names
-    ]
-    return "\n".join(sorted(shown))
+    frames, found = sys._current_frames(), []
+    for thread in threading.enumerate():
+        if thread.name.startswith(_PREFIX) and thread.ident in frames:
+            found.append(f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}")
+    return "\n".join(sorted(found))

@@ -9,22 +9,17 @@ All graphs share the memory of the largest: with 1,024 hidden units in 16 bits 3
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maxsimd.engine.execution.attention.backend import (
-    AttentionBackend,
-    CapturableBackend,
-    CaptureSize,
-    StaticMetadata,
-)
+from maxsimd.engine.execution.attention.backend import AttentionBackend, CaptureSize
+from maxsimd.engine.execution.attention.gpu import CapturableBackend, StaticBlocks
 from maxsimd.engine.execution.devices import Times, times_on_cuda
 from maxsimd.engine.execution.layout import PackedBatch
 from maxsimd.engine.execution.runner import FasterRunner, PackedRunner, is_whole_text
@@ -44,26 +39,16 @@ class Cost:
     memory: float
 
 
-class Recorder(Protocol):
-    """Measures and captures what a model launches."""
-
-    def cost(self, run: Run) -> Cost:
-        """The cost of a function that has run before."""
-        ...
-
-    def capture(self, run: Run) -> Callable[[], None]:
-        """Captures what a function launches; returns a function that launches it again."""
-        ...
-
-
 class CudaRecorder:
-    """CUDA graphs of the thread's current device. They share their memory: one runs at a time."""
+    """Measures what a model launches, and captures it as CUDA graphs of the thread's current device. They
+    share their memory: one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream()
 
     def cost(self, run: Run) -> Cost:
+        """The cost of a function that has run before."""
         torch.cuda.synchronize()
         before, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
         # Memory that torch holds unused is free as well.
@@ -73,6 +58,7 @@ class CudaRecorder:
         return Cost(times, (torch.cuda.max_memory_allocated() - before) / max(free, 1))
 
     def capture(self, run: Run) -> Callable[[], None]:
+        """Captures what a function launches; returns a function that launches it again."""
         # On a side stream first, as torch asks for: libraries set up what a graph may not.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
@@ -105,24 +91,13 @@ def sizes_for(rows: int, sequences: int, longest: int) -> tuple[CaptureSize, ...
     return tuple(sorted(found, reverse=True))
 
 
-def is_worth_capturing(host: float, device: float) -> bool:
-    """Whether graphs help with steps that take these milliseconds to launch and to run."""
-    return device <= host * _DEVICE_BOUND
-
-
-def least_tokens(rows: int, host: float, replay: float) -> int:
-    """The fewest tokens of a step that gains from a graph of `rows` rows: a replay takes `replay`
-    milliseconds, launching a step `host`. A graph computes all of its rows, whatever a step has."""
-    return 0 if replay <= host else int(rows * (1 - _EMPTY))
-
-
 def filling_steps(size: CaptureSize, samples: Sequence[TokenSequence]) -> tuple[Step, ...]:
     """Two steps of the samples' tokens: one with as many sequences and rows as the graph holds, the samples
     among them; and one of few long sequences, with empty rows."""
-    return (
-        _step(samples, [*_many(size, [sample.tokens for sample in samples])]),
-        _step(samples, [*_split(max(1, size.rows - size.rows // 10), size.longest, size.sequences)]),
-    )
+    rows = max(1, size.rows - size.rows // 10)
+    starts = range(0, rows, size.longest)[: size.sequences]
+    lengths = [min(size.longest, rows - start) for start in starts]
+    return _step(samples, [*_many(size, [sample.tokens for sample in samples])]), _step(samples, lengths)
 
 
 def _many(size: CaptureSize, samples: Sequence[AnyTokens]) -> Iterator[AnyTokens | int]:
@@ -148,24 +123,17 @@ def _random_lengths(rows: int, longest: int, count: int) -> Iterator[int]:
         rows -= length
 
 
-def _split(rows: int, longest: int, most: int) -> Iterator[int]:
-    """The lengths of up to `most` sequences in `rows` rows: `longest` each, but for the last."""
-    for first in range(0, rows, longest)[:most]:
-        yield min(longest, rows - first)
-
-
 def _step(samples: Sequence[TokenSequence], parts: Sequence[AnyTokens | int]) -> Step:
     """A step of sequences with these tokens, or with the samples' tokens one after the other in these
     lengths."""
     ids = np.concatenate([sample.tokens.ids for sample in samples])
-    types = [sample.tokens.type_ids for sample in samples]
-    given = [part for part in types if part is not None]
-    of_type = np.concatenate(given) if len(given) == len(types) else None
+    types = [given for sample in samples if (given := sample.tokens.type_ids) is not None]
+    of_type = np.concatenate(types) if len(types) == len(samples) else None
     chunks = []
     for key, part in enumerate(parts):
+        tokens: AnyTokens
         if isinstance(part, int):
-            part_types = None if of_type is None else np.resize(of_type, part)
-            tokens: AnyTokens = Tokens(np.resize(ids, part), part_types)
+            tokens = Tokens(np.resize(ids, part), None if of_type is None else np.resize(of_type, part))
         else:
             tokens = part
         sequence = TokenSequence.text(key, ResultSlot(0, key), samples[0].payload.task, tokens)
@@ -185,8 +153,7 @@ _COPIES = (_aten._to_copy, _aten.to, _aten.copy_)
 def waits_in(run: Callable[[], object], device: torch.device) -> list[str]:
     """Runs a function; returns the sorted names of torch's functions in it that wait for the device. Such a
     function cannot be captured, and an attempt breaks later ones too."""
-    watch = _Watch(device)
-    with watch:
+    with _Watch(device) as watch:
         run()
     return sorted(watch.waits)
 
@@ -211,12 +178,11 @@ class _Watch(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **given)
-        is_of_device = any(
-            isinstance(each, torch.Tensor) and each.device.type == self._device.type for each in args
-        )
-        comes_back = func.overloadpacket in _COPIES and result.device.type != self._device.type
-        if is_of_device and (comes_back or _reads_numbers(func, args, given)):
-            self.waits.add(str(func))
+        kind = self._device.type
+        if any(isinstance(each, torch.Tensor) and each.device.type == kind for each in args):
+            comes_back = func.overloadpacket in _COPIES and result.device.type != kind
+            if comes_back or _reads_numbers(func, args, given):
+                self.waits.add(str(func))
         return result
 
 
@@ -278,10 +244,10 @@ class StaticGraph:
     def __init__(
         self,
         runner: PackedRunner,
-        static: StaticMetadata,
+        static: StaticBlocks,
         batch: PackedBatch,
         hidden: torch.Tensor,
-        recorder: Recorder,
+        recorder: CudaRecorder,
     ) -> None:
         """Captures it with a step. Raises ValueError for a step that does not fit its metadata."""
         self.least_tokens = 0  # of a step that gains from it
@@ -289,9 +255,8 @@ class StaticGraph:
         self._static = static
         self._hidden = hidden
         names = tuple(runner.inputs_of(batch))
-        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: ((len(hidden),), torch.int64) for name in names
-        }
+        rows: tuple[int, ...] = (len(hidden),)
+        fields = dict.fromkeys(names, (rows, torch.int64))
         fields |= {name: (shape, torch.int32) for name, shape in static.shapes.items()}
         self._inputs = StaticInputs(fields, hidden.device)
         tensors = self._inputs.tensors
@@ -314,13 +279,10 @@ class StaticGraph:
 
     def _load(self, batch: PackedBatch) -> bool:
         contents = self._static.contents(batch.layout)
-        if contents is None:
-            return False
-        given: dict[str, NDArray[np.generic]] = {
-            name: ids.numpy() for name, ids in self._runner.inputs_of(batch).items()
-        }
-        self._inputs.load(given | dict(contents))
-        return True
+        if contents is not None:
+            ids = {name: ids.numpy() for name, ids in self._runner.inputs_of(batch).items()}
+            self._inputs.load({**ids, **contents})
+        return contents is not None
 
 
 # The share of the largest hidden state by which a graph's may differ: kernels may have other tiles.
@@ -342,11 +304,9 @@ class GraphedRunner(FasterRunner):
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        graph = self._graph_for(step)
-        if graph is not None:
+        if (graph := self._graph_for(step)) is not None:
             batch = self.inner.lay_out(step)
-            hidden = graph.replay(batch)
-            if hidden is not None:
+            if (hidden := graph.replay(batch)) is not None:
                 # A copy: the next replay overwrites the graph's memory.
                 return hidden[: len(batch.input_ids)].clone(), batch.cursor
         return self.inner.forward(step)
@@ -362,7 +322,7 @@ class GraphedRunner(FasterRunner):
         backend: CapturableBackend,
         sizes: Sequence[CaptureSize],
         samples: Sequence[TokenSequence],
-        recorder: Recorder,
+        recorder: CudaRecorder,
     ) -> Mapping[CaptureSize, str]:
         """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens. Drops
         those whose results differ, and returns the mismatches by size. Captures none for a model that waits
@@ -393,7 +353,7 @@ class GraphedRunner(FasterRunner):
         return not waits
 
     def _capture(
-        self, backend: CapturableBackend, size: CaptureSize, steps: Sequence[Step], recorder: Recorder
+        self, backend: CapturableBackend, size: CaptureSize, steps: Sequence[Step], recorder: CudaRecorder
     ) -> str | None:
         """Captures and compares the graph of a size, if it helps; returns a description of a mismatch."""
         runner, full = self.inner, steps[0]
@@ -402,12 +362,12 @@ class GraphedRunner(FasterRunner):
         if eager.memory > _MEMORY:
             log.debug("no CUDA graph of %s: it would take %.0f%% of the memory", size, 100 * eager.memory)
             return None
-        if not is_worth_capturing(eager.times.host, eager.times.device):
+        if eager.times.device > eager.times.host * _DEVICE_BOUND:
             log.debug("no CUDA graph of %s: its steps are bound by the device", size)
             return None
         batch = runner.lay_out(full)
         inputs = runner.inputs_of(batch)
-        tried = runner.prepare(batch)
+        tried: Any = runner.prepare(batch)
         runner.run({name: ids.to(self._device) for name, ids in inputs.items()}, tried)
         static = backend.prepare_for_capture(tried, size)
         if static is None:
@@ -417,7 +377,8 @@ class GraphedRunner(FasterRunner):
             self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
         graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
         replay = recorder.cost(graph.launch).times.device
-        graph.least_tokens = least_tokens(size.rows, eager.times.host, replay)
+        # A graph computes all of its rows, whatever a step has.
+        graph.least_tokens = 0 if replay <= eager.times.host else int(size.rows * (1 - _EMPTY))
         mismatch = self._mismatch(graph, steps, exact)
         if mismatch is None:
             self._graphs[size] = graph
@@ -467,17 +428,11 @@ def with_graphs(
     mismatches = graphed.capture_all(
         backend, sizes_for(most.rows, most.sequences, most.longest), texts, CudaRecorder()
     )
-    for reason, sizes in _by_reason(mismatches).items():
-        log.warning("steps are not replayed as CUDA graphs of %s: %s", ", ".join(map(str, sizes)), reason)
+    for reason in dict.fromkeys(mismatches.values()):
+        sizes = ", ".join(str(size) for size in mismatches if mismatches[size] == reason)
+        log.warning("steps are not replayed as CUDA graphs of %s: %s", sizes, reason)
     if not graphed.sizes:
         return runner
     seconds = time.perf_counter() - began
     log.debug("%d CUDA graphs, up to %s, took %.1f s", len(graphed.sizes), graphed.sizes[-1], seconds)
     return graphed
-
-
-def _by_reason(mismatches: Mapping[CaptureSize, str]) -> Mapping[str, list[CaptureSize]]:
-    found = defaultdict(list)
-    for size, reason in mismatches.items():
-        found[reason].append(size)
-    return found

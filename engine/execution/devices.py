@@ -43,10 +43,9 @@ def choose_device(name: str) -> torch.device:
 def use_device(device: torch.device) -> None:
     """Makes a device the calling thread's current one, for streams, events and kernels that name none. Each
     thread that uses the device calls this first: a new thread begins with device 0."""
-    if device.index is not None:
-        set_device = getattr(getattr(torch, device.type, None), "set_device", None)
-        if set_device is not None:
-            set_device(device.index)
+    set_device = getattr(getattr(torch, device.type, None), "set_device", None)
+    if device.index is not None and set_device is not None:
+        set_device(device.index)
 
 
 def device_names() -> list[str]:
@@ -157,11 +156,11 @@ def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dic
         for _ in range(repeats[name]):
             runs[name]()
 
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(_ROUNDS):
-        for name, found in taken.items():
-            found.append(times_on_cuda(functools.partial(several, name)).device / repeats[name])
-    return {name: statistics.median(found) for name, found in taken.items()}
+    rounds = [
+        {name: times_on_cuda(functools.partial(several, name)).device / repeats[name] for name in runs}
+        for _ in range(_ROUNDS)
+    ]
+    return {name: statistics.median(each[name] for each in rounds) for name in runs}
 
 
 @functools.cache
@@ -215,9 +214,7 @@ def step_tokens(
 ) -> int:
     """Tokens of a step: as configured, else by the memory that is free once the weights are loaded. Called
     before graphs are captured and a slab is opened, which depend on it."""
-    if config.max_batch_tokens is not None:
-        return config.max_batch_tokens
-    return default_budget(model, device, dtype, chunked)
+    return config.max_batch_tokens or default_budget(model, device, dtype, chunked)
 
 
 def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.devices import milliseconds_in_turns
-from maxsimd.engine.execution.linear import replace_layers
+from maxsimd.engine.execution.linear import ReplacedLinear, norm_of, replace_layers
 from maxsimd.engine.ops.cpu import int8_linear
 from maxsimd.engine.ops.cpu.library import used_instruction_sets
 from maxsimd.engine.ops.cpu.linear import Norm
@@ -131,19 +131,6 @@ class OneDnnProduct(TorchProduct):
         return out
 
 
-class KernelProduct:
-    """By our kernel, which rounds, multiplies and finishes in one call."""
-
-    def __init__(self, kernel: int8_linear.Kernel, weights: RoundedWeights) -> None:
-        self._weights = int8_linear.pack(kernel, weights.weight, weights.scales, weights.bias)
-
-    def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
-        return int8_linear.linear(rows, self._weights, gelu)
-
-    def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return int8_linear.linear_norm(rows, residual, self._weights, norm)
-
-
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768
 _TOLERANCE = 1e-5
@@ -179,9 +166,13 @@ def candidates(compiled: bool) -> list[Path]:
     found = [Path("oneDNN", most, OneDnnProduct) for most in (ROW_MAX, int8_linear.AVX2.most)]
     kernels = [kernel for kernel in int8_linear.KERNELS if compiled and kernel.is_available()]
     return found + [
-        Path(f"our kernel for {kernel.title}", kernel.most, functools.partial(KernelProduct, kernel))
+        Path(f"our kernel for {kernel.title}", kernel.most, functools.partial(_packed, kernel))
         for kernel in kernels
     ]
+
+
+def _packed(kernel: int8_linear.Kernel, weights: RoundedWeights) -> int8_linear.Int8Linear:
+    return int8_linear.pack(kernel, weights.weight, weights.scales, weights.bias)
 
 
 def choose(paths: Iterable[Path]) -> Path:
@@ -220,20 +211,16 @@ def is_right(path: Path) -> bool:
             ones = torch.ones_like(x)
             for values, layer in ((x, weight), (x.abs() + 1, largest), (ones, largest), (-ones, largest)):
                 rounded = round_weights(layer, bias, path.most)
-                if not _agree(path.make(rounded), rounded, values):
+                expected = PlainProduct(rounded).linear(values, False)
+                found = path.make(rounded).linear(values, False)
+                if found.shape != expected.shape:
+                    return False
+                if not ((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all():
                     return False
     except Exception as error:
         log.debug("int8 by %s does not run here: %s", path.name, error)
         return False
     return True
-
-
-def _agree(product: Product, rounded: RoundedWeights, values: torch.Tensor) -> bool:
-    expected = PlainProduct(rounded).linear(values, False)
-    found = product.linear(values, False)
-    return found.shape == expected.shape and bool(
-        ((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all()
-    )
 
 
 @torch.inference_mode()
@@ -246,14 +233,11 @@ def _milliseconds(paths: Mapping[str, Path]) -> dict[str, float]:
     return milliseconds_in_turns(runs | {_FLOAT32: functools.partial(torch.nn.functional.linear, x, weight)})
 
 
-class RoundedLinear(nn.Module):
-    """Replaces an `nn.Linear`, and the GELU after it if `gelu` is set. `weight` has no contents; models ask
-    for its precision or shape."""
+class RoundedLinear(ReplacedLinear):
+    """Runs a layer, and the GELU after it if `gelu` is set, with int8 weights."""
 
     def __init__(self, layer: nn.Linear, gelu: bool, path: Path) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight = torch.empty_like(layer.weight, device="meta", requires_grad=False)
+        super().__init__(layer)
         self._product = _product(layer, path)
         self._gelu = gelu
 
@@ -268,9 +252,7 @@ class RoundedOutput(nn.Module):
 
     def __init__(self, output: Any, path: Path) -> None:
         super().__init__()
-        norm = output.LayerNorm
-        self._product = _product(output.dense, path)
-        self._norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
+        self._product, self._norm = _product(output.dense, path), norm_of(output.LayerNorm)
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         out = self._product.linear_norm(_rows(hidden_states), _rows(input_tensor), self._norm)

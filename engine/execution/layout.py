@@ -32,25 +32,20 @@ class PrefillKV:
         if store:
             # Clones: the originals are views of the whole step's tensors.
             chunks[start] = KV(chunk.key.clone(), chunk.value.clone())
-        earlier = self._before(layer, start)
-        return _concatenated([*earlier, chunk]) if earlier else chunk
+        earlier = [chunks[begin] for begin in sorted(chunks) if begin < start]
+        prefix = [] if self._prefix is None else [self._prefix.all_of(layer)]
+        return _concatenated([*prefix, *earlier, chunk])
 
     def all_of(self, layer: int) -> KV:
         chunks = self._layers[layer]
-        if len(chunks) == 1:
-            return next(iter(chunks.values()))
         return _concatenated([chunks[start] for start in sorted(chunks)])
-
-    def _before(self, layer: int, start: int) -> list[KV]:
-        chunks = self._layers.get(layer, {})
-        earlier = [chunks[begin] for begin in sorted(chunks) if begin < start]
-        return earlier if self._prefix is None else [self._prefix.all_of(layer), *earlier]
 
 
 def _concatenated(parts: list[KV]) -> KV:
-    return KV(
-        torch.cat([part.key for part in parts], dim=1), torch.cat([part.value for part in parts], dim=1)
-    )
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = zip(*parts, strict=True)
+    return KV(torch.cat(keys, dim=1), torch.cat(values, dim=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +62,13 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """Whole sequences that attend in one batched product: `count` sequences of `length` rows each, from
-    `first_row` on. Queries see the first `key_lengths` keys of their sequence; the others are padding or
-    masked."""
+class RowGroup:
+    """Sequences that attend in one batched product: `count` sequences of `length` rows each, from `first_row`
+    on."""
 
     first_row: int
     count: int
     length: int
-    key_lengths: tuple[int, ...]
 
     @property
     def rows(self) -> slice:
@@ -83,18 +76,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedGroup:
-    """Causal sequences that attend in one batched product, each to the shared `prefix` and then to itself:
-    `count` sequences of `length` rows each, from `first_row` on."""
+class Group(RowGroup):
+    """Whole sequences. Queries see the first `key_lengths` keys of their sequence; the others are padding or
+    masked."""
 
-    first_row: int
-    count: int
-    length: int
+    key_lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedGroup(RowGroup):
+    """Causal sequences, each of which attends to the shared `prefix` and then to itself."""
+
     prefix: PrefillKV
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first_row, self.first_row + self.count * self.length)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +137,7 @@ class Layout:
             [(group.first_row, group.length, group.count) for group in self.groups], dtype=np.int64
         ).reshape(-1, 3)
         first_row, length, count = groups.T
-        before = np.repeat(np.cumsum(count) - count, count)
-        among = np.arange(len(before)) - before
+        among = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         lengths = np.repeat(length, count)
         keys = np.fromiter((keys for group in self.groups for keys in group.key_lengths), dtype=np.int64)
         return np.stack([np.repeat(first_row, count) + among * lengths, lengths, keys], axis=1)
@@ -178,7 +170,7 @@ class PackedBatch:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    type_ids: torch.Tensor
+    token_type_ids: torch.Tensor
     attended_rows: torch.Tensor
     layout: Layout
     cursor: PoolingCursor
@@ -193,18 +185,16 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Splits sequences into groups of similar length: indices into `lengths`, shortest first.
 
     A group takes the next longer sequence as long as the padding costs less than another group."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
     groups: list[list[int]] = []
     padding = 0
-    for index in order:
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if groups:
-            growth = lengths[index] - lengths[groups[-1][-1]]
-            padding += growth * len(groups[-1])
-            if padding <= GROUP_COST_ROWS:
-                groups[-1].append(index)
-                continue
-        groups.append([index])
-        padding = 0
+            padding += (lengths[index] - lengths[groups[-1][-1]]) * len(groups[-1])
+        if groups and padding <= GROUP_COST_ROWS:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            padding = 0
     return groups
 
 
@@ -245,12 +235,10 @@ def lay_out(
         hides_ends=any(chunk.sequence.tokens.num_attended < len(chunk.sequence) for chunk in step.chunks),
     )
     count = rows.count + -rows.count % arrangement.row_multiple
-    input_ids = np.zeros(count, dtype=np.int64)
+    input_ids, type_ids, attended = np.zeros((3, count), dtype=np.int64)
     # One position a row, or three (time, height, width) if a sequence has pictures.
     in_space = any(chunk.sequence.tokens.position_ids is not None for chunk in rows.chunks)
     position_ids = np.full((3, count) if in_space else count, position_offset, dtype=np.int64)
-    type_ids = np.zeros(count, dtype=np.int64)
-    attended = np.zeros(count, dtype=np.int64)
     for chunk, start in zip(rows.chunks, rows.starts, strict=True):
         rows_of_chunk, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
         tokens = chunk.sequence.tokens
@@ -267,6 +255,7 @@ def lay_out(
             counted = chunk.sequence.tokens.ids != uncounted_id
             positions = counted.cumsum() * counted + (position_offset - 1)
             position_ids[start : start + len(chunk)] = positions[chunk.start : chunk.stop]
+    placed = zip(rows.chunks, rows.starts, strict=True)
     return PackedBatch(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
@@ -274,11 +263,7 @@ def lay_out(
         torch.from_numpy(attended),
         layout,
         PoolingCursor(tuple(rows.chunks), tuple(rows.starts)),
-        tuple(
-            part
-            for chunk, start in zip(rows.chunks, rows.starts, strict=True)
-            for part in _images(chunk, start)
-        ),
+        tuple(part for chunk, start in placed for part in _images(chunk, start)),
     )
 
 

@@ -24,13 +24,7 @@ from maxsimd.engine.ops.cpu.linear import (
     Weights,
     embed,
     gated_order,
-    linear,
-    linear_added,
-    linear_gated,
-    linear_norm,
-    pack_bfloat16,
     pack_float32,
-    pack_int8,
 )
 
 log = logging.getLogger(__name__)
@@ -39,25 +33,30 @@ Pack = Callable[[torch.Tensor], Weights]
 _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
 
-class CompiledLinear(nn.Module):
-    """Replaces an `nn.Linear`, and the GELU after it if `gelu` is set, by our kernels. With int8 weights,
-    activations are rounded to int8 too, row by row.
+class ReplacedLinear(nn.Module):
+    """Replaces an `nn.Linear`. `weight` has no contents; models ask for its precision or shape."""
 
-    `weight` has no contents; models ask for its precision or shape."""
-
-    def __init__(self, layer: nn.Linear, gelu: bool, pack: Pack) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight = torch.empty_like(layer.weight, device="meta", requires_grad=False)
+
+
+class CompiledLinear(ReplacedLinear):
+    """Runs a layer, and the GELU after it if `gelu` is set, by our kernels. With int8 weights, activations
+    are rounded to int8 too, row by row."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool, pack: Pack) -> None:
+        super().__init__(layer)
         self.product = _product(layer, pack)
         self.gelu = gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.product.weights, self.product.bias, self.gelu)
+        return self.product.linear(x, self.gelu)
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The layer's output for `x` plus the residual, in one call. For layers without GELU."""
-        return linear_added(x, self.product.weights, self.product.bias, residual)
+        return self.product.added(x, residual)
 
 
 class CompiledOutput(nn.Module):
@@ -66,12 +65,10 @@ class CompiledOutput(nn.Module):
 
     def __init__(self, output: Any, pack: Pack) -> None:
         super().__init__()
-        dense, norm = output.dense, output.LayerNorm
-        self.product = _product(dense, pack)
-        self.norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
+        self.product, self.norm = _product(output.dense, pack), norm_of(output.LayerNorm)
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        return linear_norm(hidden_states, input_tensor, self.product.weights, self.product.bias, self.norm)
+        return self.product.linear_norm(hidden_states, input_tensor, self.norm)
 
 
 class Gated(nn.Module):
@@ -99,51 +96,40 @@ class CompiledGated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] to [rows, inner]."""
-        return linear_gated(x, self.product.weights, self.product.bias, self.activation)
+        return self.product.gated(x, self.activation)
 
 
-def compile_float32(module: nn.Module) -> int:
-    """Replaces every float32 layer within a backbone or a head; returns the number of weights."""
-    return _compile(module, pack_float32, lambda layer: layer.weight.dtype is torch.float32)
+def norm_of(module: nn.LayerNorm) -> Norm:
+    """A layer norm with a weight and a bias as our kernels read it."""
+    return Norm(module.weight.detach().float(), module.bias.detach().float(), module.eps)
 
 
-def compile_bfloat16(backbone: nn.Module) -> int:
-    """Replaces the layers of a bfloat16 backbone; returns the number of weights."""
-    return _compile(backbone, pack_bfloat16)
+class _Called(nn.Module):
+    """Calls a function in the place of a module."""
 
+    def __init__(self, function: Callable[..., torch.Tensor], **attributes: int) -> None:
+        super().__init__()
+        self._function = function
+        vars(self).update(attributes)
 
-def compile_int8(backbone: nn.Module) -> int:
-    """Replaces the layers of a bfloat16 backbone with int8 weights; returns the number of weights."""
-    return _compile(backbone, pack_int8)
+    def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self._function(*arguments, **options)
 
 
 def hide_weights(module: nn.Module) -> int:
     """Replaces every layer by one that hides its weight. A model that still gives the same calls its layers
     instead of reading their weights, so any replacement will do."""
-    return replace_layers(module, lambda layer, gelu: _HiddenWeight(layer, gelu), _HiddenOutput)
 
+    def hidden(layer: nn.Linear, gelu: bool) -> _Called:
+        called = nn.Sequential(layer, nn.GELU()) if gelu else layer
+        return _Called(called.__call__, in_features=layer.in_features, out_features=layer.out_features)
 
-class _HiddenWeight(nn.Module):
-    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._layer = (layer,)  # out of the module tree
-        self._gelu = gelu
+    def hidden_output(output: Any) -> _Called:
+        return _Called(
+            lambda hidden_states, input_tensor: output.LayerNorm(output.dense(hidden_states) + input_tensor)
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._layer[0](x)
-        return nn.functional.gelu(out) if self._gelu else out
-
-
-class _HiddenOutput(nn.Module):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._parts = (output.dense, output.LayerNorm)  # out of the module tree
-
-    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        dense, norm = self._parts
-        out: torch.Tensor = norm(dense(hidden_states) + input_tensor)
-        return out
+    return replace_layers(module, hidden, hidden_output)
 
 
 def _product(layer: nn.Linear, pack: Pack) -> Product:
@@ -151,26 +137,30 @@ def _product(layer: nn.Linear, pack: Pack) -> Product:
     return Product(pack(layer.weight.detach()), bias)
 
 
-def _compile(
-    backbone: nn.Module, pack: Pack, is_replaced: Callable[[nn.Linear], bool] = lambda layer: True
-) -> int:
-    compile_embeddings(backbone)
+def compile_layers(module: nn.Module, pack: Pack) -> int:
+    """Replaces the layers within a backbone or a head by our kernels, with weights as `pack` lays them out;
+    returns the number of weights. With float32 weights, layers in 16 bits stay."""
+
+    def is_replaced(layer: nn.Linear) -> bool:
+        return pack is not pack_float32 or layer.weight.dtype is torch.float32
+
+    compile_embeddings(module)
     replaced = 0
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            if (
-                isinstance(child, Gated)
-                and is_replaced(child.up)
-                and child.up.out_features % (2 * LANES) == 0
-            ):
-                replaced += child.up.weight.numel()
-                setattr(parent, name, CompiledGated(child, pack))
+    for parent, name, child in children_within(module):
+        if isinstance(child, Gated) and is_replaced(child.up) and child.up.out_features % (2 * LANES) == 0:
+            replaced += child.up.weight.numel()
+            setattr(parent, name, CompiledGated(child, pack))
     return replaced + replace_layers(
-        backbone,
+        module,
         lambda layer, gelu: CompiledLinear(layer, gelu, pack),
         lambda output: CompiledOutput(output, pack),
         is_replaced,
     )
+
+
+def children_within(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """All modules within a module, each with its parent and its name there."""
+    return [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
 
 
 def replace_layers(
@@ -182,12 +172,10 @@ def replace_layers(
     """Replaces the ends of the parts of a BERT layer, then every `nn.Linear` that is left, told whether it
     computes the GELU after it; returns the number of weights."""
     replaced = 0
-    for parent in list(backbone.modules()):
-        child: Any
-        for name, child in list(parent.named_children()):
-            if _is_output(child) and is_replaced(child.dense):
-                replaced += child.dense.weight.numel()
-                setattr(parent, name, make_output(child))
+    for parent, name, child in children_within(backbone):
+        if _is_output(child) and is_replaced(child.dense):
+            replaced += child.dense.weight.numel()
+            setattr(parent, name, make_output(child))
     return replaced + replace_linears(backbone, make_linear, is_replaced)
 
 
@@ -199,12 +187,9 @@ def replace_linears(
     """Replaces every `nn.Linear`, told whether it computes the GELU after it; returns the weights
     replaced."""
     replaced = 0
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or not is_replaced(child):
-                continue
-            activation: Any = getattr(parent, _FUSABLE.get(name, ""), None)
-            gelu = is_exact_gelu(activation)
+    for parent, name, child in children_within(backbone):
+        if type(child) is nn.Linear and is_replaced(child):
+            gelu = is_exact_gelu(getattr(parent, _FUSABLE.get(name, ""), None))
             setattr(parent, name, make_linear(child, gelu))
             if gelu:
                 setattr(parent, _FUSABLE[name], nn.Identity())
@@ -214,16 +199,11 @@ def replace_linears(
 
 def _is_output(module: Any) -> bool:
     """Whether a module has the children of a BERT output module, and computes the same."""
-    children = dict(module.named_children())
-    if children.keys() != {"dense", "LayerNorm", "dropout"} or not type(module).__name__.endswith("Output"):
+    is_named_so = type(module).__name__.endswith("Output")
+    if not is_named_so or children_of(module) != {"dense", "LayerNorm", "dropout"}:
         return False
     dense, norm = module.dense, module.LayerNorm
-    if (
-        type(dense) is not nn.Linear
-        or type(norm) is not nn.LayerNorm
-        or norm.weight is None
-        or norm.bias is None
-    ):
+    if type(dense) is not nn.Linear or not is_layer_norm(norm):
         return False
     x = torch.linspace(-1, 1, dense.in_features, dtype=dense.weight.dtype)[None]
     residual = torch.linspace(2, -1, dense.out_features, dtype=dense.weight.dtype)[None]
@@ -232,6 +212,16 @@ def _is_output(module: Any) -> bool:
             return torch.equal(module(x, residual), norm(dense(x) + residual))
     except (TypeError, RuntimeError):
         return False  # its forward takes other arguments
+
+
+def is_layer_norm(module: nn.Module) -> bool:
+    """Whether a module is a plain layer norm with a weight and a bias."""
+    return type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None
+
+
+def children_of(module: nn.Module) -> set[str]:
+    """The names of a module's children."""
+    return {name for name, _ in module.named_children()}
 
 
 def is_exact_gelu(activation: Any) -> bool:
@@ -256,13 +246,8 @@ class CompiledEmbeddings(nn.Module):
         super().__init__()
         self._module = (module,)  # out of the module tree
         self.word_embeddings = module.word_embeddings
-        norm = module.LayerNorm
-        self._tables = Tables(
-            module.word_embeddings.weight.detach().contiguous(),
-            module.token_type_embeddings.weight.detach().contiguous(),
-            module.position_embeddings.weight.detach().contiguous(),
-            Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps),
-        )
+        words, types, positions = (table.weight.detach().contiguous() for table in _tables_of(module))
+        self._tables = Tables(words, types, positions, norm_of(module.LayerNorm))
 
     def forward(
         self,
@@ -285,26 +270,20 @@ class CompiledEmbeddings(nn.Module):
 
 def compile_embeddings(backbone: nn.Module) -> None:
     """Replaces every such module within a backbone that gives the same but for rounding."""
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_built_so(child):
-                ours = CompiledEmbeddings(child)
-                if _gives_the_same(ours, child):
-                    setattr(parent, name, ours)
+    for parent, name, child in children_within(backbone):
+        if _is_built_so(child) and _gives_the_same(ours := CompiledEmbeddings(child), child):
+            setattr(parent, name, ours)
 
 
 def _is_built_so(module: Any) -> bool:
-    if dict(module.named_children()).keys() != _CHILDREN:
+    if children_of(module) != _CHILDREN:
         return False
     if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()):
         return False
     tables = _tables_of(module)
-    norm = module.LayerNorm
-    if not all(type(table) is nn.Embedding for table in tables) or type(norm) is not nn.LayerNorm:
+    if not all(type(table) is nn.Embedding for table in tables) or not is_layer_norm(module.LayerNorm):
         return False
-    precisions = {table.weight.dtype for table in tables}
-    is_precise = precisions == {torch.float32} or precisions == {torch.bfloat16}
-    return is_precise and norm.weight is not None and norm.bias is not None
+    return {table.weight.dtype for table in tables} in ({torch.float32}, {torch.bfloat16})
 
 
 def _tables_of(module: Any) -> tuple[Any, Any, Any]:
@@ -318,23 +297,18 @@ def _gives_the_same(ours: nn.Module, module: Any) -> bool:
     words, types, positions = (
         torch.randint(table.num_embeddings, (1, _ROWS), generator=generator) for table in _tables_of(module)
     )
+    ids = {"input_ids": words, "position_ids": positions}
     try:
-        return all(
-            _is_near(ours(**ids), module(**ids))
-            for ids in (
-                {"input_ids": words, "position_ids": positions},
-                {"input_ids": words, "position_ids": positions, "token_type_ids": types},
-            )
-        )
+        for each in (ids, ids | {"token_type_ids": types}):
+            found, expected = ours(**each), module(**each)
+            if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                return False
+            off = (found.double() - expected.double()).norm()
+            if not off <= _EMBEDDING_SHARE[expected.dtype] * expected.double().norm():
+                return False
     except Exception:  # it takes something else
         return False
-
-
-def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype is not expected.dtype:
-        return False
-    off = (found.double() - expected.double()).norm()
-    return bool(off <= _EMBEDDING_SHARE[expected.dtype] * expected.double().norm())
+    return True
 
 
 # Rows and sides of the layer that is timed.
@@ -348,13 +322,12 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 Make = Callable[[nn.Linear, bool], nn.Module]
 
 
-class OneDnnLinear(nn.Module):
-    """Replaces an `nn.Linear`, and the exact GELU after it if `gelu` is set, by oneDNN's product with a
-    weight that is laid out once."""
+class OneDnnLinear(ReplacedLinear):
+    """Runs a layer, and the exact GELU after it if `gelu` is set, by oneDNN's product with a weight that is
+    laid out once."""
 
     def __init__(self, layer: nn.Linear, gelu: bool) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        super().__init__(layer)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
         self._bias = layer.bias.detach() if layer.bias is not None else None
         self._activation = "gelu" if gelu else "none"
@@ -378,13 +351,11 @@ def rounded(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class Float32Linear(nn.Module):
-    """Replaces an `nn.Linear` with a 16-bit weight, and the GELU after it if `gelu` is set: multiplies in
-    float32."""
+class Float32Linear(ReplacedLinear):
+    """Runs a layer with a 16-bit weight, and the GELU after it if `gelu` is set, in float32."""
 
     def __init__(self, layer: nn.Linear, gelu: bool) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        super().__init__(layer)
         self.weight, self.bias = layer.weight, layer.bias
         self._gelu = gelu
 

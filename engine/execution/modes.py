@@ -3,9 +3,10 @@ own library."""
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ Backend = AttentionBackend[Any]
 class Packed:
     """Steps without padding. `cls_only` is the last layer if it computes first rows alone."""
 
+    name: ClassVar = "packed"
+    not_packed: ClassVar = None
     comparison: Comparison
     cls_only: ClsOnlyLastLayer | None
     chunked: bool
@@ -50,6 +53,7 @@ class Packed:
 class Padded:
     """Padded batches; `not_packed` is the reason."""
 
+    name: ClassVar = "padded"
     comparison: Comparison
     not_packed: str
 
@@ -58,6 +62,7 @@ class Padded:
 class OneByOne:
     """One sequence at a time through the model's own library; `not_packed` is the reason."""
 
+    name: ClassVar = "one by one"
     not_packed: str
 
 
@@ -90,8 +95,7 @@ def choose_execution(
         log.warning("runs padded, which is slower: %s", reason)
         return Padded(padded, reason)
     if pooler is not None:
-        backbone: Any = model.backbone
-        backbone.pooler = pooler
+        model.backbone.pooler = pooler
     return _one_by_one(f"{reason}; {padded}")
 
 
@@ -133,14 +137,12 @@ def try_packed(
 def make_runner(
     execution: Execution, model: LoadedModel, device: torch.device, backend: Backend
 ) -> ModelRunner:
-    match execution:
-        case Packed():
-            return PackedRunner(model, device, backend, execution.cls_only, execution.chunked)
-        case Padded():
-            return PaddedRunner(model, device)
-        case OneByOne():
-            references = {name: task.reference for name, task in model.tasks.items()}
-            return OwnForwardRunner({name: made for name, made in references.items() if made is not None})
+    if isinstance(execution, Packed):
+        return PackedRunner(model, device, backend, execution.cls_only, execution.chunked)
+    if isinstance(execution, Padded):
+        return PaddedRunner(model, device)
+    references = {name: task.reference for name, task in model.tasks.items()}
+    return OwnForwardRunner({name: made for name, made in references.items() if made is not None})
 
 
 def tasks_for(execution: Execution, model: LoadedModel) -> Mapping[str, Task]:
@@ -176,13 +178,10 @@ def _cls_only_if_exact(
     cls_only = install_cls_only(model.backbone)
     if cls_only is None:
         return None
-    runner = PackedRunner(model, device, backend, cls_only)
-    try:
-        is_exact = compare(runner, pooler_for(model.tasks), samples).agrees
-    except Exception:
-        is_exact = False
-    if is_exact:
-        return cls_only
+    with suppress(Exception):
+        runner = PackedRunner(model, device, backend, cls_only)
+        if compare(runner, pooler_for(model.tasks), samples).agrees:
+            return cls_only
     remove_cls_only(model.backbone, cls_only)
     return None
 
@@ -250,22 +249,20 @@ class PaddedRunner(ModelRunner):
         hidden: list[torch.Tensor] = []
         chunks: list[Chunk] = []
         starts: list[int] = []
-        row = 0
         for indices in by_length([len(chunk) for chunk in step.chunks]):
             batch = [step.chunks[index] for index in indices]
             states = self._run(batch)  # [n, longest, hidden]
+            row = sum(map(len, hidden))
             hidden.append(states.flatten(0, 1))
             chunks += batch
             starts += range(row, row + len(hidden[-1]), states.shape[1])
-            row += len(hidden[-1])
         return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
         n, longest = len(chunks), max(len(chunk) for chunk in chunks)
         pad = getattr(self._backbone.config, "pad_token_id", None) or 0
-        input_ids = np.full((n, longest), pad, dtype=np.int64)
-        attention_mask = np.zeros((n, longest), dtype=np.int64)
-        type_ids = np.zeros((n, longest), dtype=np.int64)
+        input_ids, attention_mask, type_ids = np.zeros((3, n, longest), dtype=np.int64)
+        input_ids[:] = pad
         for i, chunk in enumerate(chunks):
             sequence = chunk.sequence
             input_ids[i, : len(sequence)] = sequence.tokens.ids
@@ -285,18 +282,15 @@ class PaddedRunner(ModelRunner):
 def by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Splits sequences into batches of similar length: indices into `lengths`, shortest first. A batch takes
     the next longer sequence while it is small or has little padding."""
-    batches: list[list[int]] = []
+    batches: list[list[int]] = [[]]
     tokens = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        length = lengths[index]
-        if batches:
-            rows = length * (len(batches[-1]) + 1)
-            if rows <= SMALL_BATCH or rows - tokens - length <= PADDING * rows:
-                batches[-1].append(index)
-                tokens += length
-                continue
-        batches.append([index])
-        tokens = length
+        tokens += lengths[index]
+        rows = lengths[index] * (len(batches[-1]) + 1)
+        if rows > SMALL_BATCH and rows - tokens > PADDING * rows:
+            batches.append([])
+            tokens = lengths[index]
+        batches[-1].append(index)
     return batches
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
-from maxsimd.engine.execution.fused_layers.parts import ROWS, children_of, random_like, record_attention
-from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput
+from maxsimd.engine.execution.fused_layers.parts import ROWS, random_like, record_attention
+from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput, children_of
 from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.engine.ops.cpu.linear import Layer, Layers
 from maxsimd.pooling.methods import PoolingCursor
@@ -37,16 +37,13 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class OneCallRunner(FasterRunner):
-    """Runs all layers of a step in one call, after the backbone's `embeddings`. With `firsts_only` the last
-    layer gives the first row of each sequence alone."""
+    """Runs all layers of a step in one call, after the backbone's `embeddings`. The last layer gives first
+    rows alone if that of the packed runner does."""
 
-    def __init__(
-        self, inner: PackedRunner, embeddings: nn.Module, layers: Layers, *, firsts_only: bool
-    ) -> None:
+    def __init__(self, inner: PackedRunner, embeddings: nn.Module, layers: Layers) -> None:
         super().__init__(inner)
-        self._embeddings = embeddings
-        self._layers = layers
-        self._firsts_only = firsts_only
+        self._embeddings, self._layers = embeddings, layers
+        self._firsts_only = inner.cls_only is not None
         self.most_rows = layers.most_rows
 
     @torch.inference_mode()
@@ -65,19 +62,17 @@ class OneCallRunner(FasterRunner):
 
     def takes(self, step: Step) -> bool:
         """Whether a step has whole texts alone, and not too many rows."""
-        if not 0 < step.num_tokens <= self.most_rows:
-            return False
-        return all(is_whole_text(chunk) for chunk in step.chunks)
+        return 0 < step.num_tokens <= self.most_rows and all(map(is_whole_text, step.chunks))
 
 
-def seconds_of(run: Callable[[], object]) -> float:
+def _seconds_of(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def with_one_call(
-    runner: PackedRunner, backbone: Any, sequences: Sequence[TokenSequence], timer: Timer | None = None
+    runner: PackedRunner, backbone: Any, sequences: Sequence[TokenSequence], timer: Timer = _seconds_of
 ) -> PackedRunner | OneCallRunner:
     """The runner with all layers in one call, if that gives the same bits for the sequences in less time;
     else the runner itself. Logs the reason."""
@@ -85,14 +80,13 @@ def with_one_call(
         return runner
     try:
         layers = packed_layers(backbone, MOST_ROWS)
-        if isinstance(layers, Layers):
-            firsts_only = runner.cls_only is not None
-            fast = OneCallRunner(runner, backbone.embeddings, layers, firsts_only=firsts_only)
-            reason = _reason_against(fast, sequences, timer or seconds_of)
+        if isinstance(layers, str):
+            reason: str | None = layers
+        else:
+            fast = OneCallRunner(runner, backbone.embeddings, layers)
+            reason = _reason_against(fast, sequences, timer)
             if reason is None:
                 return fast
-        else:
-            reason = layers
     except Exception as error:
         log.warning("steps run layer by layer, which is slower: %s", error)
         return runner
@@ -117,15 +111,15 @@ def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], tim
     of_few, of_many, *alone = (_tried(fast, step, timer) for step in steps)
     if of_few is None or of_many is None or None in alone:
         return "in one call they give something else"
-    ours, plain = _least_seconds(fast, few, timer, of_few, *_ROUNDS)
-    measured = _measured(few, ours, plain)
-    if not ours < plain:
+    is_faster, measured = _is_faster(fast, few, timer, of_few, *_ROUNDS)
+    if not is_faster:
         return f"one call takes {measured}"
-    ours, plain = _least_seconds(fast, many, timer, of_many, *_ROUNDS_OF_MANY)
-    if not ours < plain:
+    is_faster, more_measured = _is_faster(fast, many, timer, of_many, *_ROUNDS_OF_MANY)
+    if not is_faster:
         fast.most_rows = FEW_ROWS
-    measured += f"; {_measured(many, ours, plain)}"
-    log.debug("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
+    log.debug(
+        "steps of up to %d rows run all layers in one call: %s; %s", fast.most_rows, measured, more_measured
+    )
     return None
 
 
@@ -138,21 +132,19 @@ def _tried(fast: OneCallRunner, step: Step, timer: Timer) -> tuple[float, float]
     return (ours, plain) if torch.equal(found, expected) and cursor.starts == its_cursor.starts else None
 
 
-def _measured(step: Step, ours: float, plain: float) -> str:
-    return f"{1e3 * ours:.2f} ms for {step.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
-
-
-def _least_seconds(
+def _is_faster(
     fast: OneCallRunner, step: Step, timer: Timer, tried: tuple[float, float], fewest: int, most: int
-) -> tuple[float, float]:
-    """The least seconds in one call and layer by layer, of the `tried` and of further ones."""
+) -> tuple[bool, str]:
+    """Whether a step is faster in one call than layer by layer, by the least seconds `tried` and of further
+    tries; and what was measured."""
     ours, plain = tried
     for number in range(most):
         if ours < plain and (number >= fewest or ours < _CLEARLY * plain):
             break
         ours = min(ours, timer(lambda: fast.forward(step)))
         plain = min(plain, timer(lambda: fast.inner.forward(step)))
-    return ours, plain
+    measured = f"{1e3 * ours:.2f} ms for {step.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
+    return ours < plain, measured
 
 
 def _step(sequences: Sequence[TokenSequence]) -> Step:
@@ -197,30 +189,19 @@ def _layer(module: Any) -> Layer | None:
         after = after.inner
     if children_of(attention) != {"query", "key", "value", "dropout"}:
         return None
-    if children_of(wide) != {"dense", "intermediate_act_fn"} or not _is_gelu(wide):
+    if children_of(wide) != {"dense", "intermediate_act_fn"}:
+        return None
+    is_gelu = isinstance(wide.dense, CompiledLinear) and wide.dense.gelu
+    if not is_gelu or type(wide.intermediate_act_fn) is not nn.Identity:
         return None
     inputs = [attention.query, attention.key, attention.value]
     if not all(isinstance(each, CompiledLinear) and not each.gelu for each in inputs):
         return None
     if not isinstance(after, CompiledOutput) or not isinstance(module.output, CompiledOutput):
         return None
-    query, key, value = (each.product for each in inputs)
-    return Layer(
-        query,
-        key,
-        value,
-        after.product,
-        after.norm,
-        wide.dense.product,
-        module.output.product,
-        module.output.norm,
-    )
-
-
-def _is_gelu(wide: Any) -> bool:
-    """Whether the first half of a feed-forward is one product with exact GELU."""
-    dense = wide.dense
-    return isinstance(dense, CompiledLinear) and dense.gelu and type(wide.intermediate_act_fn) is nn.Identity
+    narrow, (query, key, value) = module.output, (each.product for each in inputs)
+    last = (wide.dense.product, narrow.product, narrow.norm)
+    return Layer(query, key, value, after.product, after.norm, *last)
 
 
 def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
@@ -235,12 +216,9 @@ def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
     if qkv.window is not None or qkv.relative is not None:
         return None
     with torch.inference_mode():
-        for asked, made in (
-            (qkv.query, module.query(x)),
-            (qkv.key, module.key(x)),
-            (qkv.value, module.value(x)),
-        ):
+        for name in ("query", "key", "value"):
             # [heads, rows, head_dim] beside [1, rows, heads * head_dim]
+            asked, made = getattr(qkv, name), getattr(module, name)(x)
             if not torch.equal(asked.transpose(0, 1).reshape(made.shape), made):
                 return None
     return len(qkv.query), qkv.scaling

@@ -5,7 +5,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.reference import declares
 from maxsimd.engine.checkpoint.visual import Vision
-from maxsimd.engine.execution.attention.backend import AttentionBackend, AttentionMetadata, M
+from maxsimd.engine.execution.attention.backend import AttentionBackend, AttentionMetadata
 from maxsimd.engine.execution.layout import ImageRows, PackedBatch, PrefillKV, lay_out
 from maxsimd.engine.models import bert
 from maxsimd.engine.models.lfm2 import short_convolutions_of
@@ -79,15 +79,13 @@ class ClsOnlyLastLayer(nn.Module):
 def install_cls_only(backbone: Any) -> ClsOnlyLastLayer | None:
     """Installs it in a backbone's last layer; None if the layer is not built as BERT's."""
     layers = getattr(getattr(backbone, "encoder", None), "layer", None)
-    attention = getattr(layers[-1], "attention", None) if layers else None
-    if not isinstance(getattr(attention, "self", None), nn.Module):
+    attention: Any = getattr(layers[-1], "attention", None) if layers else None
+    own, output = getattr(attention, "self", None), getattr(attention, "output", None)
+    if not isinstance(own, nn.Module) or not isinstance(output, nn.Module):
         return None
-    output = getattr(attention, "output", None)
-    if not isinstance(output, nn.Module) or not type(output).__name__.endswith("SelfOutput"):
+    if not type(output).__name__.endswith("SelfOutput"):
         return None
-    assert attention is not None
-    cls_only = ClsOnlyLastLayer(output, attention.self)
-    attention.output = cls_only
+    attention.output = cls_only = ClsOnlyLastLayer(output, own)
     return cls_only
 
 
@@ -101,12 +99,12 @@ _UNSUPPORTED = ("softcap", "s_aux")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepAttention(Generic[M]):
+class StepAttention:
     """The attention of one step, which every layer gets: a backend with its metadata, and the last layer if
     it computes first rows alone. `windows` collects the windows that layers ask for."""
 
-    backend: AttentionBackend[M]
-    metadata: M
+    backend: AttentionBackend[Any]
+    metadata: AttentionMetadata
     cls_only: ClsOnlyLastLayer | None = None
     windows: set[int | None] = field(default_factory=set)
 
@@ -135,25 +133,19 @@ class StepAttention(Generic[M]):
             self.backend.with_prefill_kv(qkv, contexts, self.metadata, out)
         # After the chunks above: prefixes of the same step are among them.
         if layout.shared_groups:
-            stored = {
-                prefix: prefix.all_of(module.layer_idx)
-                for prefix in {group.prefix for group in layout.shared_groups}
-            }
+            shared = dict.fromkeys(group.prefix for group in layout.shared_groups)
+            stored = {prefix: prefix.all_of(module.layer_idx) for prefix in shared}
             prefixes = [stored[group.prefix] for group in layout.shared_groups]
             self.backend.shared_prefix(qkv, prefixes, self.metadata, out)
         return out
 
     def _contexts(self, layer: int, qkv: QKV) -> list[KV]:
         """The keys and values that each prefill chunk attends to; stores its own where needed later."""
-        return [
-            chunk.prefill_kv.extend(
-                layer,
-                chunk.start,
-                KV(qkv.key[:, chunk.rows], qkv.value[:, chunk.rows]),
-                store=chunk.is_stored,
-            )
-            for chunk in self.metadata.layout.prefill_chunks
-        ]
+        contexts = []
+        for chunk in self.metadata.layout.prefill_chunks:
+            own = KV(qkv.key[:, chunk.rows], qkv.value[:, chunk.rows])
+            contexts.append(chunk.prefill_kv.extend(layer, chunk.start, own, store=chunk.is_stored))
+        return contexts
 
 
 def attend(
@@ -166,7 +158,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     position_bias: Any = None,
-    step_attention: StepAttention[Any] | None = None,
+    step_attention: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, heads, rows, head_dim] each to [1, rows, heads, head_dim].
@@ -216,9 +208,7 @@ class FeatureStore:
         in the rows of pictures; with features for further layers, also the mask of these rows and the
         features. Raises KeyError for a picture that was not encoded."""
         rows = to_device(np.concatenate([image.rows for image in images]), self._device)
-        parts = [
-            self._features[image.image_id][image.first : image.first + len(image.rows)] for image in images
-        ]
+        parts = [self._features[each.image_id][each.first : each.first + len(each.rows)] for each in images]
         first, *deeper = torch.cat(parts).to(embeddings.dtype).split(embeddings.shape[-1], dim=-1)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(0, rows, first.contiguous())[None]}
         if deeper:
@@ -267,11 +257,9 @@ class PackedRunner(ModelRunner):
         self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
         # Attention knows from the layout which tokens it leaves out.
         names_attended = any(each.leaves_out_padding for each in short_convolutions_of(self._backbone))
-        self.input_names: tuple[str, ...] = ("input_ids", "position_ids")
-        if model.takes_type_ids:
-            self.input_names += ("token_type_ids",)
-        if names_attended:
-            self.input_names += ("attended_rows",)
+        names = {"input_ids": True, "position_ids": True}
+        names |= {"token_type_ids": model.takes_type_ids, "attended_rows": names_attended}
+        self.input_names = tuple(name for name, is_taken in names.items() if is_taken)
         self._prefill_kv: dict[int, PrefillKV] = {}
         self._features = None if model.vision is None else FeatureStore(model.vision, device)
 
@@ -280,15 +268,14 @@ class PackedRunner(ModelRunner):
         if self._features is not None and self._features.are_results:
             pictures = tuple(chunk for chunk in step.chunks if chunk.sequence.tokens.images)
             if pictures:
-                return self._forward_with_pictures(step, pictures)
+                return self._forward_with_pictures(step, self._features, pictures)
         return self._forward(step)
 
     def _forward_with_pictures(
-        self, step: Step, pictures: tuple[Chunk, ...]
+        self, step: Step, features: FeatureStore, pictures: tuple[Chunk, ...]
     ) -> tuple[torch.Tensor, PoolingCursor]:
         """The states of texts, then a row for each picture."""
-        assert self._features is not None
-        rows = self._features.rows_of([chunk.sequence.tokens.images[0].image_id for chunk in pictures])
+        rows = features.rows_of([chunk.sequence.tokens.images[0].image_id for chunk in pictures])
         texts = tuple(chunk for chunk in step.chunks if not chunk.sequence.tokens.images)
         if not texts:
             return rows, PoolingCursor(pictures, tuple(range(len(rows))))
@@ -336,13 +323,7 @@ class PackedRunner(ModelRunner):
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """The backbone's inputs by name, int64 [rows] each; positions may be [3, rows]."""
-        made = {
-            "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
-            "token_type_ids": batch.type_ids,
-            "attended_rows": batch.attended_rows,
-        }
-        return {name: made[name] for name in self.input_names}
+        return {name: getattr(batch, name) for name in self.input_names}
 
     def run(
         self,

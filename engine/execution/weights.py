@@ -3,7 +3,7 @@ of pictures on a CPU, fused layers on a GPU. Some models read their layers' weig
 them."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -20,6 +20,7 @@ from maxsimd.engine.execution.self_check.proof import compare, compare_in_parts,
 from maxsimd.engine.execution.self_check.samples import Sample
 from maxsimd.engine.ops.cpu.attention import attention
 from maxsimd.engine.ops.cpu.blocks import BlockTensor
+from maxsimd.engine.ops.cpu.linear import pack_bfloat16, pack_float32, pack_int8
 from maxsimd.engine.ops.qkv import QKV
 
 
@@ -35,9 +36,6 @@ def why_not_replaced(
     description of the mismatch. Leaves the model unchanged."""
     # In float32, weights in blocks would take eight times their memory.
     in_blocks = any(isinstance(each, BlockTensor) for each in model.backbone.parameters())
-    replace: Callable[[nn.Module], int] = (
-        linear.compile_float32 if compiled and not in_blocks else linear.hide_weights
-    )
     roots = [*model.encoders, *_head_modules(model)]
     try:
         with tower_attention_restored(_towers(model)), _restored(roots):
@@ -46,7 +44,10 @@ def why_not_replaced(
             if fusible:
                 fuse(model.backbone, fusible)
             for root in roots:
-                replace(root)
+                if compiled and not in_blocks:
+                    linear.compile_layers(root, pack_float32)
+                else:
+                    linear.hide_weights(root)
             comparison = compare(runner, pooler_for(model.tasks), samples)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -64,14 +65,13 @@ def proven_fused(
             kinds = frozenset(fuse(model.backbone))
             if not kinds:
                 return kinds
-            comparisons = [compare(runner, pooler, samples)]
-            if runner.chunked:
+            comparison = compare(runner, pooler, samples)
+            if comparison.agrees and runner.chunked:
                 longest = max(samples, key=lambda sample: len(sample.sequence))
-                comparisons.append(compare_in_parts(runner, pooler, longest))
+                comparison = compare_in_parts(runner, pooler, longest)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    mismatches = [str(comparison) for comparison in comparisons if not comparison.agrees]
-    return f"results differ: {mismatches[0]}" if mismatches else kinds
+    return kinds if comparison.agrees else f"results differ: {comparison}"
 
 
 def lay_out_weights(
@@ -87,17 +87,14 @@ def lay_out_weights(
                 linear.replace_by_method(module, linear.choose_method(dtype))
     else:
         for module in _head_modules(model):
-            linear.compile_float32(module)
+            linear.compile_layers(module, pack_float32)
         use_tower_kernels(_towers(model))
         for module in exact:
-            if dtype is torch.float32:
-                linear.compile_float32(module)
-            else:
-                linear.compile_bfloat16(module)
+            linear.compile_layers(module, pack_float32 if dtype is torch.float32 else pack_bfloat16)
     if not rounded:
         return 0
     if compiled and dtype is torch.bfloat16:
-        return linear.compile_int8(model.backbone)
+        return linear.compile_layers(model.backbone, pack_int8)
     return int8.round_layers(model.backbone, int8.choose_path(config.kernels == "auto"))
 
 
@@ -147,18 +144,8 @@ def attend_within_pictures(
     if attention_mask is not None or is_causal or kwargs:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        made: torch.Tensor = sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )[0]
-        return made, None
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
     pictures, heads, patches, dims = query.shape
     # [heads, rows, head_dim], the pictures end to end
     q, k, v = (x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[-1]) for x in (query, key, value))
@@ -206,10 +193,9 @@ def use_tower_kernels(towers: Iterable[nn.Module]) -> None:
     for tower in towers:
         for config in _attention_configs(tower):
             config._attn_implementation = TOWER_ATTENTION
-        for parent in list(tower.modules()):
-            for name, child in list(parent.named_children()):
-                if _has_patches_side_by_side(child):
-                    setattr(parent, name, PatchProduct(child))
+        for parent, name, child in linear.children_within(tower):
+            if _has_patches_side_by_side(child):
+                setattr(parent, name, PatchProduct(child))
 
 
 @contextmanager

@@ -38,61 +38,45 @@ def is_rotary_supported(head_dim: int) -> bool:
     return head_dim % 2 == 0 and head_dim <= LARGEST_HEAD
 
 
-def layer_norm(
+def norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     epsilon: float,
     residual: torch.Tensor | None = None,
+    *,
+    is_centered: bool,
 ) -> torch.Tensor:
-    """The layer norm of `x`, or of `x + residual` in float32: [rows, width], contiguous, in the dtype of `x`.
+    """The norm of `x`, or of `x + residual` in float32: LayerNorm if it `is_centered`, else RMSNorm. The
+    result is [rows, width], contiguous, in the dtype of `x`.
 
     The inputs may have any row stride; `weight` and `bias` are [width]."""
     if not triton.runs_on(x.device):
-        return cpu.layer_norm(x, weight, bias, epsilon, residual)
+        return cpu.norm(x, weight, bias, epsilon, residual, is_centered=is_centered)
     from maxsimd.engine.ops.triton import elementwise as kernels
 
     out = x.new_empty(x.shape)
-    kernels.layer_norm(x, residual, weight, bias, epsilon, None, out)
+    kernels.norm(x, residual, weight, bias, epsilon, None, out, is_centered=is_centered)
     return out
 
 
-def sum_and_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+def sum_and_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    *,
+    is_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + residual` and its layer norm, [rows, width] each, contiguous."""
+    """`x + residual` and its norm, [rows, width] each, contiguous."""
     if not triton.runs_on(x.device):
         total = x + residual
-        return total, cpu.layer_norm(total, weight, bias, epsilon)
+        return total, cpu.norm(total, weight, bias, epsilon, is_centered=is_centered)
     from maxsimd.engine.ops.triton import elementwise as kernels
 
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    kernels.layer_norm(x, residual, weight, bias, epsilon, total, out)
-    return total, out
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` [rows, width] with any row stride; contiguous, in the dtype of `x`."""
-    if not triton.runs_on(x.device):
-        return cpu.rms_norm(x, weight, epsilon)
-    from maxsimd.engine.ops.triton import elementwise as kernels
-
-    out = x.new_empty(x.shape)
-    kernels.rms_norm(x, None, weight, epsilon, out, out)
-    return out
-
-
-def sum_and_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + residual` and its RMSNorm, [rows, width] each, contiguous."""
-    if not triton.runs_on(x.device):
-        total = x + residual
-        return total, cpu.rms_norm(total, weight, epsilon)
-    from maxsimd.engine.ops.triton import elementwise as kernels
-
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    kernels.rms_norm(x, residual, weight, epsilon, total, out)
+    kernels.norm(x, residual, weight, bias, epsilon, total, out, is_centered=is_centered)
     return total, out
 
 
@@ -115,7 +99,7 @@ def norm_rotary_(
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`activation(gate) * up` [rows, width], for [rows, 2 width] with the gate first. On a CPU this is plain
-    torch; `linear_gated` has it in the product."""
+    torch; compiled layers have it in the product."""
     if not triton.runs_on(gate_up.device):
         return gated_reference(gate_up, activation)
     from maxsimd.engine.ops.triton import elementwise as kernels
@@ -123,53 +107,20 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return kernels.gated(gate_up, activation)
 
 
-def layer_norm_reference(
+def norm_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     epsilon: float,
     residual: torch.Tensor | None = None,
+    *,
+    is_centered: bool,
 ) -> torch.Tensor:
-    total = x.float() if residual is None else x.float() + residual.float()
+    total, shape = x.float() if residual is None else x.float() + residual.float(), x.shape[-1:]
+    if not is_centered:
+        return F.rms_norm(total, shape, weight.float(), epsilon).to(x.dtype)
     wide_bias = None if bias is None else bias.float()
-    return F.layer_norm(total, x.shape[-1:], weight.float(), wide_bias, epsilon).to(x.dtype)
-
-
-def sum_and_layer_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + residual
-    return total, layer_norm_reference(total, weight, bias, epsilon)
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), epsilon).to(x.dtype)
-
-
-def sum_and_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + residual
-    return total, rms_norm_reference(total, weight, epsilon)
-
-
-def norm_rotary_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-) -> torch.Tensor:
-    """Returns a new tensor."""
-    queries, together = heads[0], sum(heads)
-    values = qkv[:, :together].float()
-    if norms is not None:
-        repeated = [norms.query.float()] * queries + [norms.key.float()] * heads[1]
-        mean = values.square().mean(dim=-1, keepdim=True)
-        values = values * torch.rsqrt(mean + norms.epsilon) * torch.stack(repeated)
-    first, second = values.chunk(2, dim=-1)
-    rotated = values * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
-    return torch.cat([rotated.to(qkv.dtype), qkv[:, together:]], dim=1)
+    return F.layer_norm(total, shape, weight.float(), wide_bias, epsilon).to(x.dtype)
 
 
 def gated_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

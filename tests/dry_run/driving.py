@@ -24,9 +24,9 @@ from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.device.load import DeviceModel, _pooler, _samples
-from maxsimd.engine.execution.attention.backend import CapturableBackend, CaptureSize, GroupedBackend
-from maxsimd.engine.execution.attention.gpu import TritonBackend, VarlenBackend
-from maxsimd.engine.execution.cuda_graphs import Cost, GraphedRunner, Run
+from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend
+from maxsimd.engine.execution.attention.gpu import CapturableBackend, TritonBackend, VarlenBackend
+from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, Run
 from maxsimd.engine.execution.devices import Times, cast
 from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, make_runner, tasks_for
@@ -59,7 +59,7 @@ SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 
 Loaded = tuple[LoadedModel, Execution]
 
 
-class FakeRecorder:
+class FakeRecorder(CudaRecorder):
     """Captures on the device that is not there, where a run costs nothing."""
 
     def __init__(self, gpu: FakeGPU) -> None:

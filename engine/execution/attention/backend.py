@@ -2,17 +2,15 @@
 and in batched products."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
-from maxsimd.engine.execution.layout import Arrangement, Group, Layout, SharedGroup
+from maxsimd.engine.execution.layout import Arrangement, Group, Layout, RowGroup
 from maxsimd.engine.ops.cpu.library import multiplies_bfloat16
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.pooling.ragged import to_device
@@ -84,35 +82,6 @@ class CaptureSize:
         return f"{self.rows} rows and {self.sequences} sequences"
 
 
-class StaticMetadata(Protocol):
-    """Metadata for a CUDA graph: its tensors, int32 of these `shapes`, stay at one address while their
-    contents change."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensors by name."""
-        ...
-
-    def over(self, tensors: Mapping[str, torch.Tensor]) -> AttentionMetadata:
-        """The metadata that the captured launches read from these tensors."""
-        ...
-
-    def contents(self, layout: Layout) -> Mapping[str, NDArray[np.int32]] | None:
-        """The contents of the tensors for a layout, to be followed by zeros; None for a layout that the
-        captured launches do not fit."""
-        ...
-
-
-@runtime_checkable
-class CapturableBackend(Protocol):
-    """A backend whose attention of whole sequences may be captured in a CUDA graph."""
-
-    def prepare_for_capture(self, tried: Any, size: CaptureSize) -> StaticMetadata | None:
-        """Metadata for steps of a size; None if a graph would cost more than it saves. `tried` is metadata
-        with which the model has run, so it shows what layers ask for."""
-        ...
-
-
 class OneByOneAttention(AttentionBackend[M]):
     """torch's own attention, one sequence at a time, for any metadata."""
 
@@ -135,11 +104,10 @@ class OneByOneAttention(AttentionBackend[M]):
         for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
             for start in range(group.rows.start, group.rows.stop, group.length):
                 rows = slice(start, start + group.length)
-                kv = KV(
-                    torch.cat([prefix.key, qkv.key[:, rows]], dim=1),
-                    torch.cat([prefix.value, qkv.value[:, rows]], dim=1),
-                )
-                out[rows] = attend_one(qkv, rows, kv, causal=True)
+                own = qkv.of_rows(rows)
+                key = torch.cat([prefix.key, own.key], dim=1)
+                value = torch.cat([prefix.value, own.value], dim=1)
+                out[rows] = attend_one(qkv, rows, KV(key, value), causal=True)
 
 
 class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
@@ -222,10 +190,9 @@ class GroupedAttention(OneByOneAttention[G]):
         out = qkv.new_output()
         qkv = _for_products(qkv)
         layout = metadata.layout
+        attend = _causal if layout.causal else _bidirectional
         for group in layout.groups:
-            batched = _batched(qkv, group)
-            attend = _causal if layout.causal else _bidirectional
-            attended = attend(batched, group, metadata)
+            attended = attend(_batched(qkv, group), group, metadata)
             _rows_of(out, group).copy_(attended.transpose(1, 2))
         out[layout.groups[-1].rows.stop :] = 0
         return out
@@ -272,12 +239,12 @@ class GroupedBackend(GroupedAttention[GroupedMetadata]):
 
 
 def _for_products(qkv: QKV) -> QKV:
-    key, value = _kv_for_products(KV(qkv.key, qkv.value))
-    return replace(qkv, query=_float32_on_slow_cpu(qkv.query), key=key, value=value)
+    query, key, value = map(_float32_on_slow_cpu, (qkv.query, qkv.key, qkv.value))
+    return replace(qkv, query=query, key=key, value=value)
 
 
 def _kv_for_products(kv: KV) -> KV:
-    return KV(_float32_on_slow_cpu(kv.key), _float32_on_slow_cpu(kv.value))
+    return KV(*map(_float32_on_slow_cpu, kv))
 
 
 def _float32_on_slow_cpu(x: torch.Tensor) -> torch.Tensor:
@@ -286,13 +253,13 @@ def _float32_on_slow_cpu(x: torch.Tensor) -> torch.Tensor:
     return x if x.device.type != "cpu" or native else x.float()
 
 
-def _rows_of(out: torch.Tensor, group: Group | SharedGroup) -> torch.Tensor:
+def _rows_of(out: torch.Tensor, group: RowGroup) -> torch.Tensor:
     """A group's part of [rows, heads, head_dim], as a view [n, length, heads, head_dim]."""
     part: torch.Tensor = out[group.rows].unflatten(0, (group.count, group.length))
     return part
 
 
-def _batched(qkv: QKV, group: Group | SharedGroup) -> QKV:
+def _batched(qkv: QKV, group: RowGroup) -> QKV:
     """A group's queries, keys and values, as views [n, heads, length, head_dim]."""
     query, key, value = (
         x[:, group.rows].unflatten(1, (group.count, group.length)).transpose(0, 1)
@@ -316,7 +283,14 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
     if qkv.relative is not None:  # in float32: far keys may lose more than products differ by
         weights = weights.float() + qkv.relative.terms(qkv.query, key, qkv.scaling)
     values = value.reshape(n * heads, group.length, value.shape[-1])
-    _hide(weights, group, qkv.window, metadata)
+    low = torch.finfo(weights.dtype).min
+    hidden = metadata.hidden_keys.get(group)
+    if hidden is not None:
+        weights[..., -hidden.shape[-1] :].masked_fill_(hidden, low)
+    if qkv.window is not None and qkv.window < group.length:
+        seen = visible(tokens, group.length, False, qkv.window, weights.device)
+        assert seen is not None
+        weights.masked_fill_(~seen, low)
     softmax = torch.softmax(weights, dim=-1).to(values.dtype)
     attended: torch.Tensor = torch.bmm(softmax.flatten(0, 1), values)
     attended = attended.view(n, heads, tokens, -1)
@@ -338,13 +312,7 @@ def _causal(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
         shown = F.pad(~hidden, (length - hidden.shape[-1], 0), value=True)  # [n, 1, 1, length]
         mask = mask & shown
     attended = F.scaled_dot_product_attention(
-        qkv.query,
-        qkv.key,
-        qkv.value,
-        mask,
-        is_causal=not masked,
-        scale=qkv.scaling,
-        enable_gqa=gqa,
+        qkv.query, qkv.key, qkv.value, mask, is_causal=not masked, scale=qkv.scaling, enable_gqa=gqa
     )
     if hidden is not None:
         _clear_blind_rows(attended, group, qkv.window)
@@ -366,18 +334,6 @@ def _attend_behind_prefix(qkv: QKV, prefix: KV) -> torch.Tensor:
 def _refuse_relative(qkv: QKV) -> None:
     if qkv.relative is not None:
         raise NotImplementedError("no causal model with relative positions is run by groups")
-
-
-def _hide(weights: torch.Tensor, group: Group, window: int | None, metadata: GroupedMetadata) -> None:
-    """Masks the hidden keys in `weights` [n, heads, tokens, length]."""
-    low = torch.finfo(weights.dtype).min
-    hidden = metadata.hidden_keys.get(group)
-    if hidden is not None:
-        weights[..., -hidden.shape[-1] :].masked_fill_(hidden, low)
-    if window is not None and window < group.length:
-        seen = visible(weights.shape[2], group.length, False, window, weights.device)
-        if seen is not None:
-            weights.masked_fill_(~seen, low)
 
 
 def _clear_blind_rows(attended: torch.Tensor, group: Group, window: int | None) -> None:

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedAttention, GroupedMetadata
-from maxsimd.engine.execution.layout import Arrangement, Group, Layout, PrefillKV, SharedGroup
+from maxsimd.engine.execution.layout import Arrangement, Group, Layout, PrefillKV
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import blocks_of, is_nvidia, most_blocks
@@ -34,74 +34,56 @@ _QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
 class Launch:
     """The sequences of one launch, in `table`: first row, queries, first key and keys, int64 [n, 4].
 
-    Their blocks depend on the tile size, and so on the size of heads and the window. They are copied to the
-    device once per step for each tile size: one, unless layers differ."""
+    Their `blocks` depend on the tile size, and so on the size of heads and the window. They are copied to the
+    device once per step for each tile size: one, unless layers differ. In a CUDA graph they are at fixed
+    addresses, and there is no table."""
 
-    table: NDArray[np.int64]
+    table: NDArray[np.int64] | None
     causal: bool
     device: torch.device
-    _blocks: dict[int, torch.Tensor] = field(default_factory=dict)
+    blocks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def blocks_for(self, qkv: QKV, prefix_keys: int = 0) -> torch.Tensor:
         """The blocks, int32 [blocks, 5], for queries that see `prefix_keys` keys before their own."""
         tile = _queries_of_a_tile(qkv)
-        blocks = self._blocks.get(tile)
-        if blocks is None:
-            blocks = to_device(blocks_of(self.table, self.causal, prefix_keys, tile), self.device)
-            self._blocks[tile] = blocks
-        return blocks
-
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        return tuple(self._blocks)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StaticLaunch:
-    """The launch of a CUDA graph: `blocks` by tile size, at fixed addresses."""
-
-    blocks: Mapping[int, torch.Tensor]
-
-    def blocks_for(self, qkv: QKV) -> torch.Tensor:
-        """Raises KeyError for a tile size that no layer asked for when it was tried."""
-        return self.blocks[_queries_of_a_tile(qkv)]
+        if tile not in self.blocks:
+            if self.table is None:
+                raise KeyError(f"no layer asked for blocks of {tile} queries when the graph was tried")
+            blocks = blocks_of(self.table, self.causal, prefix_keys, tile)
+            self.blocks[tile] = to_device(blocks, self.device)
+        return self.blocks[tile]
 
 
 @dataclass(frozen=True, eq=False)
 class TritonMetadata(GroupedMetadata):
     """The launches of the kernel. In a CUDA graph that of whole sequences is `captured`."""
 
-    captured: StaticLaunch | None = field(default=None, kw_only=True)
+    captured: Launch | None = field(default=None, kw_only=True)
 
     @cached_property
     def whole(self) -> Launch:
         return Launch(_whole_sequences(self.layout), self.layout.causal, self.device)
 
     def whole_blocks(self, qkv: QKV) -> torch.Tensor:
-        launch = self.whole if self.captured is None else self.captured
-        return launch.blocks_for(qkv)
+        return (self.captured or self.whole).blocks_for(qkv)
 
     @cached_property
     def prefill_chunks(self) -> tuple[Launch, ...]:
         """A launch for each prefill chunk, whose rows and context begin at row and key 0."""
         return tuple(
-            Launch(_table([(0, chunk.num_tokens, 0, chunk.stop)]), True, self.device)
+            Launch(np.array([(0, chunk.num_tokens, 0, chunk.stop)]), True, self.device)
             for chunk in self.layout.prefill_chunks
         )
 
     @cached_property
     def shared(self) -> tuple[tuple[int, Launch], ...]:
         """A launch for all sequences with the same prefix, and the index of their first group."""
-        by_prefix: dict[PrefillKV, list[tuple[int, SharedGroup]]] = {}
+        found: dict[PrefillKV, tuple[int, list[tuple[int, int, int, int]]]] = {}
         for index, group in enumerate(self.layout.shared_groups):
-            by_prefix.setdefault(group.prefix, []).append((index, group))
-        return tuple(
-            (
-                groups[0][0],
-                Launch(_table(row for _, group in groups for row in _sequences_of(group)), True, self.device),
-            )
-            for groups in by_prefix.values()
-        )
+            _, table = found.setdefault(group.prefix, (index, []))
+            starts = range(group.rows.start, group.rows.stop, group.length)
+            table += [(start, group.length, start, group.length) for start in starts]
+        return tuple((index, Launch(np.array(table), True, self.device)) for index, table in found.values())
 
 
 T = TypeVar("T", bound=TritonMetadata)
@@ -154,29 +136,38 @@ class TritonBackend(TritonAttention[TritonMetadata]):
     def prepare(self, layout: Layout, device: torch.device) -> TritonMetadata:
         return TritonMetadata(layout, device)
 
-    def prepare_for_capture(self, tried: TritonMetadata, size: CaptureSize) -> "StaticBlocks":
+    def prepare_for_capture(self, tried: TritonMetadata, size: CaptureSize) -> "StaticBlocks | None":
+        """Metadata for steps of a size; None if a graph would cost more than it saves."""
         return StaticBlocks(tried, size)
 
 
 class StaticBlocks:
-    """The blocks of a CUDA graph, for each tile size that was `tried`: the most that a step of its size can
-    have. Those that a step lacks are empty and end at once."""
+    """Metadata for a CUDA graph: its tensors, int32 of these `shapes`, stay at one address while their
+    contents change. They are the blocks for each tile size that was `tried`, with which the model has run:
+    the most that a step of this size can have. Those that a step lacks are empty and end at once."""
 
     def __init__(self, tried: TritonMetadata, size: CaptureSize) -> None:
         self._causal = tried.layout.causal
         self._device = tried.device
-        self._names = {tile: f"blocks of {tile}" for tile in tried.whole.tiles}
-        self.shapes = {
+        self._names = {tile: f"blocks of {tile}" for tile in tried.whole.blocks}
+        self.shapes: dict[str, tuple[int, ...]] = {
             name: (most_blocks(size.rows, size.sequences, tile), 5) for tile, name in self._names.items()
         }
 
-    def launch(self, tensors: Mapping[str, torch.Tensor]) -> StaticLaunch:
-        return StaticLaunch({tile: tensors[name] for tile, name in self._names.items()})
-
     def over(self, tensors: Mapping[str, torch.Tensor]) -> TritonMetadata:
-        return TritonMetadata(Layout(self._causal), self._device, captured=self.launch(tensors))
+        """The metadata that the captured launches read from these tensors."""
+        return TritonMetadata(Layout(self._causal), self._device, captured=self._launch(tensors))
 
-    def contents(self, layout: Layout) -> dict[str, NDArray[np.int32]]:
+    def contents(self, layout: Layout) -> dict[str, NDArray[np.int32]] | None:
+        """The contents of the tensors for a layout, to be followed by zeros; None for a layout that the
+        captured launches do not fit."""
+        return self._blocks(layout)
+
+    def _launch(self, tensors: Mapping[str, torch.Tensor]) -> Launch:
+        blocks = {tile: tensors[name] for tile, name in self._names.items()}
+        return Launch(None, self._causal, self._device, blocks)
+
+    def _blocks(self, layout: Layout) -> dict[str, NDArray[np.int32]]:
         table = _whole_sequences(layout)
         return {name: blocks_of(table, self._causal, 0, tile) for tile, name in self._names.items()}
 
@@ -199,15 +190,6 @@ def _queries_of_a_tile(qkv: QKV) -> int:
 def _whole_sequences(layout: Layout) -> NDArray[np.int64]:
     """The table of whole sequences."""
     return layout.whole_sequences[:, [0, 1, 0, 2]]
-
-
-def _sequences_of(group: SharedGroup) -> Iterable[tuple[int, int, int, int]]:
-    starts = range(group.rows.start, group.rows.stop, group.length)
-    return ((start, group.length, start, group.length) for start in starts)
-
-
-def _table(sequences: Iterable[tuple[int, int, int, int]]) -> NDArray[np.int64]:
-    return np.array(list(sequences), dtype=np.int64)
 
 
 def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -255,8 +237,10 @@ class _LibraryAttention(TritonAttention[VarlenMetadata]):
         if options is None:
             return super().full(qkv, metadata)
         offsets, longest = metadata.offsets, metadata.layout.longest
-        query, key, value = (_by_row(x) for x in (qkv.query, qkv.key, qkv.value))
-        return self._call(query, key, value, offsets, offsets, longest, longest, **options)
+        # [rows, heads, head_dim] each, with the numbers of a head side by side
+        rows = [x.transpose(0, 1) for x in (qkv.query, qkv.key, qkv.value)]
+        close = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+        return self._call(*close, offsets, offsets, longest, longest, **options)
 
     @abstractmethod
     def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
@@ -281,30 +265,24 @@ class VarlenBackend(_LibraryAttention):
         return StaticVarlen(tried, size, "seqused_k" in _parameters(_varlen_attn()))
 
     def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
-        return varlen_options(qkv, metadata, _parameters(_varlen_attn()))
+        heads, _, head_dim = qkv.query.shape
+        causal, parameters = metadata.layout.causal, _parameters(_varlen_attn())
+        options: dict[str, Any] = {}
+        if qkv.window is not None or (causal and "is_causal" not in parameters):
+            options["window_size"] = _reach(causal, qkv.window)
+        elif causal:
+            options["is_causal"] = True
+        if qkv.scaling != head_dim**-0.5:
+            options["scale"] = qkv.scaling
+        if qkv.key.shape[0] != heads:
+            options["enable_gqa"] = True
+        if metadata.key_lengths is not None:
+            options["seqused_k"] = metadata.key_lengths
+        return options if options.keys() <= parameters else None
 
     def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        out = _varlen_attn()(*arguments, **options)
-        assert isinstance(out, torch.Tensor)
+        out: torch.Tensor = _varlen_attn()(*arguments, **options)
         return out
-
-
-def varlen_options(qkv: QKV, metadata: VarlenMetadata, parameters: frozenset[str]) -> dict[str, Any] | None:
-    """The keyword arguments for a `varlen_attn` with these parameters; None if it lacks one."""
-    heads, _, head_dim = qkv.query.shape
-    causal = metadata.layout.causal
-    options: dict[str, Any] = {}
-    if qkv.window is not None or (causal and "is_causal" not in parameters):
-        options["window_size"] = _reach(causal, qkv.window)
-    elif causal:
-        options["is_causal"] = True
-    if qkv.scaling != head_dim**-0.5:
-        options["scale"] = qkv.scaling
-    if qkv.key.shape[0] != heads:
-        options["enable_gqa"] = True
-    if metadata.key_lengths is not None:
-        options["seqused_k"] = metadata.key_lengths
-    return options if options.keys() <= parameters else None
 
 
 class FlashBackend(_LibraryAttention):
@@ -324,41 +302,33 @@ class FlashBackend(_LibraryAttention):
         return out
 
 
-class StaticVarlen:
+class StaticVarlen(StaticBlocks):
     """Metadata for torch's kernel in a CUDA graph, filled up with sequences without rows. If torch takes no
     key lengths, sequences must see all of their keys. Layers that ran by our own kernel when `tried` have
     their blocks here."""
 
     def __init__(self, tried: VarlenMetadata, size: CaptureSize, takes_key_lengths: bool) -> None:
+        super().__init__(tried, size)
         self._size = size
-        self._device = tried.device
-        self._takes_key_lengths = takes_key_lengths
-        self._blocks = StaticBlocks(tried, size)
         self._layout = Layout(tried.layout.causal, (Group(0, 1, size.longest, (size.longest,)),))
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            **self._blocks.shapes,
-            "offsets": (size.sequences + 1,),
-            **({"key lengths": (size.sequences,)} if takes_key_lengths else {}),
-        }
+        self.shapes["offsets"] = (size.sequences + 1,)
+        if takes_key_lengths:
+            self.shapes["key lengths"] = (size.sequences,)
 
     def over(self, tensors: Mapping[str, torch.Tensor]) -> VarlenMetadata:
-        return VarlenMetadata(
-            self._layout,
-            self._device,
-            tensors["offsets"],
-            tensors.get("key lengths"),
-            captured=self._blocks.launch(tensors),
-        )
+        varying, captured = (tensors["offsets"], tensors.get("key lengths")), self._launch(tensors)
+        return VarlenMetadata(self._layout, self._device, *varying, captured=captured)
 
     def contents(self, layout: Layout) -> dict[str, NDArray[np.int32]] | None:
-        if layout.longest > self._size.longest:
+        takes_key_lengths = "key lengths" in self.shapes
+        if layout.longest > self._size.longest or not (takes_key_lengths or layout.attends_to_all):
             return None
-        found = self._blocks.contents(layout) | {"offsets": _offsets(layout, self._size.sequences)}
-        if self._takes_key_lengths:
-            found["key lengths"] = _key_lengths(layout)
-        elif not layout.attends_to_all:
-            return None
-        return found
+        found = self._blocks(layout) | {"offsets": _offsets(layout, self._size.sequences)}
+        return found | {"key lengths": _key_lengths(layout)} if takes_key_lengths else found
+
+
+# Those whose attention of whole sequences may be captured in a CUDA graph.
+CapturableBackend = TritonBackend | VarlenBackend
 
 
 def _varlen_attn() -> Callable[..., Any]:
@@ -375,11 +345,8 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 def _offsets(layout: Layout, sequences: int) -> NDArray[np.int32]:
     """The first row of each sequence and the end of the last, int32 [sequences + 1]; missing ones are
     empty."""
-    offsets = np.zeros(sequences + 1, dtype=np.int32)
-    ends = np.cumsum(layout.whole_sequences[:, 1])
-    offsets[1 : len(ends) + 1] = ends
-    offsets[len(ends) + 1 :] = ends[-1] if len(ends) else 0
-    return offsets
+    lengths = layout.whole_sequences[:, 1]
+    return np.cumsum(np.pad(lengths, (1, sequences - len(lengths))), dtype=np.int32)
 
 
 def _key_lengths(layout: Layout) -> NDArray[np.int32]:
@@ -390,9 +357,3 @@ def _reach(causal: bool, window: int | None) -> tuple[int, int]:
     """The positions back and ahead that a token sees; -1 for no limit."""
     reach = -1 if window is None else window - 1
     return (reach, 0) if causal else (reach, reach)
-
-
-def _by_row(heads: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, head_dim] as [rows, heads, head_dim] with the numbers of a head side by side."""
-    rows = heads.transpose(0, 1)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

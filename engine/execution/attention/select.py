@@ -1,6 +1,7 @@
 """Selects a device's attention backend: the fastest that is installed and shown to be right on it."""
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -44,9 +45,9 @@ def choose_attention(
     found = candidates(device, dtype)
     if name not in ("auto", *found):
         is_missing = name == "triton" and triton_ops.is_missing_on(device)
+        advice = triton_ops.MISSING if is_missing else "use auto"
         raise ModelLoadError(
-            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; "
-            + (triton_ops.MISSING if is_missing else "use auto")
+            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; {advice}"
         )
     if has_relative_positions(model.backbone):
         level = logging.INFO if name == "auto" else logging.WARNING
@@ -54,33 +55,24 @@ def choose_attention(
         return GroupedBackend()
     if name != "auto":
         return found[name]()
-    right: dict[str, Backend] = {}
-    for candidate, make in found.items():
-        backend = make()
-        mismatch = find_mismatch(backend, model, device, dtype)
-        if mismatch is None:
-            right[candidate] = backend
-        else:
+    right = {candidate: make() for candidate, make in found.items()}
+    for candidate in found:
+        mismatch = find_mismatch(right[candidate], model, device, dtype)
+        if mismatch is not None:
+            del right[candidate]
             log.warning("attention by %s is not used: %s", candidate, mismatch)
     if not right:
         log.debug("attention: plain torch, because nothing else is right on this device")
         return GroupedBackend()
-    return right[_choose(right, model, device, dtype)]
-
-
-def _choose(
-    right: Mapping[str, Backend], model: LoadedModel, device: torch.device, dtype: torch.dtype
-) -> str:
-    """The name of the fastest right backend; the first without a timing if there is one, or no GPU."""
     if len(right) == 1 or device.type != "cuda":
         chosen = next(iter(right))
         log.debug("attention: %s, the first that is right on this device", chosen)
-        return chosen
+        return right[chosen]
     times = time_backends(right, model, device, dtype, time_on_cuda)
     chosen = fastest(times)
     measured = ", ".join(f"{name} {taken:.3f} ms" for name, taken in times.items())
     log.debug("attention: %s, by a short timing on this device: %s", chosen, measured)
-    return chosen
+    return right[chosen]
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Backend]]:
@@ -141,18 +133,15 @@ def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
 
 def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
     """A backend's results for the parts of a layout. The prefix and the context have all keys and values."""
-    metadata = backend.prepare(layout, qkv.query.device)
-    kv = KV(qkv.key, qkv.value)
+    metadata, kv = backend.prepare(layout, qkv.query.device), KV(qkv.key, qkv.value)
     if layout.groups:
         yield backend.full(qkv, metadata)
-    if layout.prefill_chunks:
-        out = torch.zeros_like(qkv.new_output())
-        backend.with_prefill_kv(qkv, [kv], metadata, out)
-        yield out
-    if layout.shared_groups:
-        out = torch.zeros_like(qkv.new_output())
-        backend.shared_prefix(qkv, [kv] * len(layout.shared_groups), metadata, out)
-        yield out
+    parts = (backend.with_prefill_kv, layout.prefill_chunks), (backend.shared_prefix, layout.shared_groups)
+    for attend, chunks in parts:
+        if chunks:
+            out = torch.zeros_like(qkv.new_output())
+            attend(qkv, [kv] * len(chunks), metadata, out)
+            yield out
 
 
 def _layouts(causal: bool) -> Iterator[Layout]:
@@ -218,8 +207,10 @@ def time_backends(
     """Milliseconds of each backend for whole sequences of typical lengths, with the model's heads; if it has
     a window, for a layer with and one without it."""
     heads, kv_heads, head_dim, window = head_shape(model)
-    layout = _layout(model)
-    rows = layout.groups[-1].rows.stop
+    lengths = [min(length, model.max_tokens) for length in LENGTHS]
+    starts = itertools.accumulate(lengths, initial=0)
+    groups = [Group(row, 1, length, (length,)) for row, length in zip(starts, lengths, strict=False)]
+    layout, rows = Layout(model.causal, tuple(groups)), sum(lengths)
     # Heads stand side by side in a row, as models have them.
     # Not the device's own generator, which an attempt at a CUDA graph may have left unusable.
     random = torch.Generator(device).manual_seed(0)
@@ -234,12 +225,3 @@ def time_backends(
         metadata = backend.prepare(layout, device)
         found[name] = sum(timer(functools.partial(backend.full, qkv, metadata)) for qkv in layers)
     return found
-
-
-def _layout(model: LoadedModel) -> Layout:
-    groups: list[Group] = []
-    row = 0
-    for length in (min(length, model.max_tokens) for length in LENGTHS):
-        groups.append(Group(row, 1, length, (length,)))
-        row += length
-    return Layout(model.causal, tuple(groups))

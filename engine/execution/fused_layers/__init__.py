@@ -15,7 +15,6 @@ from maxsimd.engine.execution.fused_layers.parts import (
     ROWS,
     GeluLinear,
     agrees,
-    children_of,
     has_hooks,
     is_plain,
     joined_linear,
@@ -24,7 +23,7 @@ from maxsimd.engine.execution.fused_layers.parts import (
     same_attention_inputs,
 )
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, fused_rotary_layer
-from maxsimd.engine.execution.linear import is_exact_gelu
+from maxsimd.engine.execution.linear import children_of, is_exact_gelu, is_layer_norm
 from maxsimd.engine.execution.runner import attend
 from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.qkv import QKV
@@ -41,7 +40,7 @@ class FusedSelfAttention(nn.Module):
         self.product = joined_linear([replaced.query, replaced.key, replaced.value])
         self.heads, _, self.head_dim = asked.query.shape
         self.scaling, self.window = asked.scaling, asked.window
-        self._replaced = (replaced,)  # out of the module tree
+        self.replaced_attention = (replaced,)  # out of the module tree
 
     def forward(
         self,
@@ -55,7 +54,7 @@ class FusedSelfAttention(nn.Module):
         qkv = self.product(hidden_states[0]).view(rows, 3, self.heads, self.head_dim)
         query, key, value = qkv.permute(1, 2, 0, 3)[:, None].unbind()  # [1, heads, rows, head_dim] each
         out, _ = attend(
-            self._replaced[0],
+            self.replaced_attention[0],
             query,
             key,
             value,
@@ -89,8 +88,8 @@ class FusedOutput(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         norm = self.LayerNorm
-        made = self.dense(hidden_states[0])
-        return elementwise.layer_norm(made, norm.weight, norm.bias, norm.eps, input_tensor[0])[None]
+        made, of_norm = self.dense(hidden_states[0]), (norm.weight, norm.bias, norm.eps)
+        return elementwise.norm(made, *of_norm, input_tensor[0], is_centered=True)[None]
 
 
 def fused_self_attention(module: Any) -> FusedSelfAttention | None:
@@ -127,11 +126,8 @@ def fused_output(module: Any) -> FusedOutput | None:
     """Replaces the end of an attention or a feed-forward built as BERT's; None for any other module."""
     if children_of(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
         return None
-    norm = module.LayerNorm
-    if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
-        return None
-    width = module.dense.out_features
-    if norm.normalized_shape != (width,) or width > elementwise.LARGEST_WIDTH:
+    norm, width = module.LayerNorm, module.dense.out_features
+    if not is_layer_norm(norm) or norm.normalized_shape != (width,) or width > elementwise.LARGEST_WIDTH:
         return None
     fused = FusedOutput(module)
     return fused if _give_the_same(fused, module, (module.dense.in_features, width)) else None
@@ -174,7 +170,8 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
         # GELU is fused in bfloat16 alone, and compared with the exact one.
         if known is None or kind in known or isinstance(fused, FusedIntermediate):
             setattr(parent, attribute, fused)
-            _release(fused)
+            if isinstance(fused, FusedSelfAttention | FusedRotaryLayer):
+                fused.replaced_attention[0]._modules.clear()  # which it has a copy of
             replaced.append(kind)
     for failure in sorted(failures):
         log.warning("layers are left as they are, which is slower: %s", failure)
@@ -194,14 +191,6 @@ def _fused(module: Any, makers: Sequence[_Maker], failures: set[str]) -> nn.Modu
         if fused is not None:
             return fused
     return None
-
-
-def _release(fused: nn.Module) -> None:
-    """Frees the layers whose weights a fused module has copies of."""
-    if isinstance(fused, FusedSelfAttention):
-        fused._replaced[0]._modules.clear()
-    elif isinstance(fused, FusedRotaryLayer):
-        fused._attention[0]._modules.clear()
 
 
 __all__ = ["Fused", "fuse"]

@@ -30,13 +30,18 @@ _ERROR_SHARE = 1.1
 
 
 def joined_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """Linear layers of one input as one product, with outputs side by side. Copies their weights."""
+    """Linear layers of one input as one product, with outputs side by side. Copies their weights, unless
+    there is one layer alone."""
+    if len(layers) == 1:
+        return layers[0]
     joined = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
     joined.weight = _constant(torch.cat([layer.weight.detach() for layer in layers]))
-    if any(layer.bias is not None for layer in layers):
-        joined.bias = _constant(torch.cat([_bias_of(layer) for layer in layers]))
-    else:
+    if all(layer.bias is None for layer in layers):
         joined.register_parameter("bias", None)
+        return joined
+    zeros = (layer.weight.new_zeros(layer.out_features) for layer in layers)
+    biases = (zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True))
+    joined.bias = _constant(torch.cat(tuple(biases)).detach())
     return joined
 
 
@@ -87,7 +92,12 @@ def _is_right_and_faster(device: torch.device, inputs: int, outputs: int) -> boo
         if not _is_right(device, inputs, outputs):
             log.debug("%s: in two launches, because the fused result is less exact", shape)
             return False
-        times = [_milliseconds(device, rows, inputs, outputs) for rows in _TIMED_ROWS]
+        layer, times = _random_layer(device, inputs, outputs), []
+        for rows in _TIMED_ROWS:
+            x = _normal(device, rows, inputs)
+            ways = {"joined": joined_gelu, "apart": gelu_apart}
+            runs = {name: functools.partial(way, x, layer) for name, way in ways.items()}
+            times.append(milliseconds_in_turns_on_cuda(runs, _BUDGET))
     except Exception as error:  # too little memory, or no such product
         log.debug("%s: in two launches, because the fused product failed: %s", shape, error)
         return False
@@ -105,24 +115,18 @@ def _is_right(device: torch.device, inputs: int, outputs: int) -> bool:
     """Whether the joined result for random rows is as near to the exact one as in two launches, on average
     and at worst."""
     layer = _random_layer(device, inputs, outputs)
-    errors: dict[str, list[torch.Tensor]] = {"joined": [], "apart": []}
+    errors: tuple[list[torch.Tensor], ...] = ([], [])
     for rows in _COMPARED_ROWS:
         x = _normal(device, rows, inputs, seed=rows)
         product = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
         exact = nn.functional.gelu(product)
-        errors["joined"].append(joined_gelu(x, layer).double() - exact)
-        errors["apart"].append(gelu_apart(x, layer).double() - exact)
-    joined, apart = (torch.cat(each) for each in errors.values())
+        for of_one, compute in zip(errors, (joined_gelu, gelu_apart), strict=True):
+            of_one.append(compute(x, layer).double() - exact)
+    joined, apart = (torch.cat(each) for each in errors)
     return all(
         float(size(joined)) <= _ERROR_SHARE * float(size(apart))  # a NaN fails
         for size in (torch.linalg.vector_norm, lambda error: error.abs().max())
     )
-
-
-def _milliseconds(device: torch.device, rows: int, inputs: int, outputs: int) -> dict[str, float]:
-    layer, x = _random_layer(device, inputs, outputs), _normal(device, rows, inputs)
-    runs = {"joined": lambda: joined_gelu(x, layer), "apart": lambda: gelu_apart(x, layer)}
-    return milliseconds_in_turns_on_cuda(runs, _BUDGET)
 
 
 def _random_layer(device: torch.device, inputs: int, outputs: int) -> nn.Linear:
@@ -144,11 +148,6 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not has_hooks(module) and module.weight.is_floating_point()
 
 
-def children_of(module: nn.Module) -> set[str]:
-    """The names of a module's children."""
-    return {name for name, _ in module.named_children()}
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has a hook other than those that transformers leaves after a request for the states of
     all layers, which do nothing in a step."""
@@ -162,10 +161,6 @@ def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Module) -> torc
     if type(layer) is nn.Linear and layer._parameters["bias"] is None:
         return total.addmm_(x, layer.weight.t())
     return total.add_(layer(x))  # such as one with int8 weights
-
-
-def _bias_of(layer: nn.Linear) -> torch.Tensor:
-    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
 
 
 def _constant(tensor: torch.Tensor) -> nn.Parameter:

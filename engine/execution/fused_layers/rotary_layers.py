@@ -26,15 +26,23 @@ from maxsimd.engine.execution.fused_layers.parts import (
 from maxsimd.engine.execution.linear import CompiledLinear, Gated, is_exact_gelu
 from maxsimd.engine.execution.runner import attend
 from maxsimd.engine.ops import elementwise, triton
-from maxsimd.engine.ops.cpu.linear import Norm, linear_norm
+from maxsimd.engine.ops.cpu.linear import Norm
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, HeadNorms
 from maxsimd.engine.ops.qkv import QKV
 
 _Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerNames:
+class _ChildNames:
+    """Names of a module's children in the fields of a dataclass."""
+
+    def children(self) -> set[str]:
+        fields: list[Any] = [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
+        return {name for field in fields for name in ((field,) if isinstance(field, str) else field or ())}
+
+
+@dataclass(frozen=True)
+class _LayerNames(_ChildNames):
     """The children of a layer, with the norms before and after attention and feed-forward."""
 
     attention: str
@@ -42,33 +50,24 @@ class _LayerNames:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
-    def children(self) -> set[str]:
-        return {self.attention, self.feed_forward, *self.before, *self.after}
 
-
-@dataclass(frozen=True, slots=True)
-class _AttentionNames:
+@dataclass(frozen=True)
+class _AttentionNames(_ChildNames):
     """The children of an attention: the products of its input and output, and the norms of heads."""
 
     qkv: tuple[str, ...]
     out: str
     norms: tuple[str, ...] = ()
 
-    def children(self) -> set[str]:
-        return {*self.qkv, self.out, *self.norms}
 
-
-@dataclass(frozen=True, slots=True)
-class _FeedForwardNames:
+@dataclass(frozen=True)
+class _FeedForwardNames(_ChildNames):
     """The children of a feed-forward: the first products with the gate first, the activation (SiLU is tried
     if it is no child), and the last product."""
 
     up: tuple[str, ...]
     activation: str | None
     down: str
-
-    def children(self) -> set[str]:
-        return {*self.up, self.down} | ({self.activation} if self.activation else set())
 
 
 _LAYERS = (
@@ -109,41 +108,30 @@ _FAR = 1_000_003
 _EPSILONS = ("variance_epsilon", "eps")
 
 
-class _LayerNorm(nn.Module):
-    """LayerNorm of rows [rows, width]."""
+class _RowNorm(nn.Module):
+    """The norm of rows [rows, width]: LayerNorm if it `is_centered`, else RMSNorm."""
 
-    def __init__(self, replaced: nn.LayerNorm) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, epsilon: float, *, is_centered: bool
+    ) -> None:
         super().__init__()
-        self.weight, self.epsilon = _kernel_weight(replaced.weight), replaced.eps
-        self.bias = None if replaced.bias is None else _kernel_weight(replaced.bias)
+        self.weight, self.epsilon, self.is_centered = _kernel_weight(weight), epsilon, is_centered
+        self.bias = None if bias is None else _kernel_weight(bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return elementwise.layer_norm(x, self.weight, self.bias, self.epsilon)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return elementwise.norm(
+            x, self.weight, self.bias, self.epsilon, residual, is_centered=self.is_centered
+        )
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return elementwise.layer_norm(x, self.weight, self.bias, self.epsilon, residual)
+        """The norm of `x + residual`; before RMSNorm the sum is rounded."""
+        return self.forward(x, residual) if self.is_centered else self.with_sum(x, residual)[1]
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + residual`, and its norm."""
-        return elementwise.sum_and_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
-
-
-class _RMSNorm(nn.Module):
-    """RMSNorm of rows [rows, width]."""
-
-    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
-        super().__init__()
-        self.weight, self.epsilon = _kernel_weight(weight), epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return elementwise.rms_norm(x, self.weight, self.epsilon)
-
-    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.with_sum(x, residual)[1]
-
-    def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x + residual`, and its norm."""
-        return elementwise.sum_and_rms_norm(x, residual, self.weight, self.epsilon)
+        return elementwise.sum_and_norm(
+            x, residual, self.weight, self.bias, self.epsilon, is_centered=self.is_centered
+        )
 
 
 def _kernel_weight(weight: nn.Parameter) -> nn.Parameter:
@@ -196,13 +184,13 @@ class FusedRotaryLayer(nn.Module):
         self.heads = (asked.query.shape[0], asked.key.shape[0])
         self.head_dim = asked.query.shape[-1]
         self.scaling, self.window = asked.scaling, asked.window
-        self.qkv = _joined(parts.qkv)
+        self.qkv = joined_linear(parts.qkv)
         self.q_norm, self.k_norm = parts.head_norms or (None, None)
         self.out, self.wide, self.down = parts.out, parts.wide, parts.down
         self.is_normed_before, self.is_normed_after = bool(parts.before), bool(parts.after)
         self.before_attention, self.before_feed_forward = parts.before or (None, None)
         self.after_attention, self.after_feed_forward = parts.after or (None, None)
-        self._attention = (parts.attention,)  # out of the module tree
+        self.replaced_attention = (parts.attention,)  # out of the module tree
 
     def forward(
         self,
@@ -222,7 +210,7 @@ class FusedRotaryLayer(nn.Module):
         qkv = self._rotated(self.qkv(x), position_embeddings)
         query, key, value = qkv.transpose(0, 1)[None].split((*self.heads, self.heads[1]), dim=1)
         attended, _ = attend(
-            self._attention[0],
+            self.replaced_attention[0],
             query,
             key,
             value,
@@ -266,10 +254,8 @@ class FusedRotaryLayer(nn.Module):
 
 def _normed_sum(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
     """The norm of a linear layer's output for `x` plus the residual."""
-    if isinstance(layer, CompiledLinear) and isinstance(norm, _LayerNorm) and norm.bias is not None:
-        product = layer.product
-        weights = Norm(norm.weight, norm.bias, norm.epsilon)
-        return linear_norm(x, residual, product.weights, product.bias, weights)
+    if isinstance(layer, CompiledLinear) and norm.is_centered and norm.bias is not None:
+        return layer.product.linear_norm(x, residual, Norm(norm.weight, norm.bias, norm.epsilon))
     normed: torch.Tensor = norm.of_sum(layer(x), residual)
     return normed
 
@@ -327,10 +313,8 @@ def _parts_of(layer: Any) -> _Parts | None:
     out, down = getattr(attention, of_attention.out), getattr(feed_forward, of_feed_forward.down)
     if not all(is_plain(linear) for linear in (*qkv, out, *up, down)):
         return None
-    if (
-        len({parameter.dtype for parameter in layer.parameters()}) != 1
-        or out.out_features > elementwise.LARGEST_WIDTH
-    ):
+    precisions = {parameter.dtype for parameter in layer.parameters()}
+    if len(precisions) != 1 or out.out_features > elementwise.LARGEST_WIDTH:
         return None
     activation = of_feed_forward.activation
     wide = _wide_of(up, getattr(feed_forward, activation) if activation else None, down.in_features)
@@ -342,12 +326,12 @@ def _parts_of(layer: Any) -> _Parts | None:
         return None
     if before and before[0] is None and not isinstance(getattr(layer, names.before[0]), nn.Identity):
         return None
-    if not all(isinstance(norm, _RMSNorm) for norm in head_norms):
+    if any(norm is not None and norm.is_centered for norm in head_norms):
         return None
     return _Parts(attention, qkv, tuple(head_norms), out, wide, down, tuple(before), tuple(after))
 
 
-_Names = TypeVar("_Names", _LayerNames, _AttentionNames, _FeedForwardNames)
+_Names = TypeVar("_Names", bound=_ChildNames)
 
 
 def _names_of(module: nn.Module, known: Sequence[_Names]) -> _Names | None:
@@ -374,7 +358,7 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
         product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
         return product if product is not None and product.joined else _Plain(up[0], activation)
     name = _activation_name(activation)
-    return Gated(_joined(up), name) if made == 2 * inner and name is not None else None
+    return Gated(joined_linear(up), name) if made == 2 * inner and name is not None else None
 
 
 def _activation_name(module: nn.Module | None) -> Any:
@@ -384,26 +368,19 @@ def _activation_name(module: nn.Module | None) -> Any:
     x = torch.linspace(-8, 8, 1001, dtype=torch.float32)
     with torch.inference_mode():
         found = module(x)
+    made = {name: elementwise.activated_reference(x, name) for name in ACTIVATIONS}
     # GELU and its approximation differ by 5e-4.
-    return next(
-        (
-            name
-            for name in ACTIVATIONS
-            if torch.allclose(found, elementwise.activated_reference(x, name), atol=1e-5)
-        ),
-        None,
-    )
+    return next((name for name in made if torch.allclose(found, made[name], atol=1e-5)), None)
 
 
-def _joined(layers: tuple[nn.Linear, ...]) -> nn.Linear:
-    return layers[0] if len(layers) == 1 else joined_linear(layers)
-
-
-def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
+def _norm_of(module: Any) -> _RowNorm | None:
     """Our version of a LayerNorm, or of an RMSNorm by its weight or its weight plus one; None for others."""
     if type(module) is nn.LayerNorm:
-        return _LayerNorm(module) if module.weight is not None and module.weight.dim() == 1 else None
-    parameters, epsilon = dict(module.named_parameters()), _epsilon_of(module)
+        if module.weight is None or module.weight.dim() != 1:
+            return None
+        return _RowNorm(module.weight, module.bias, module.eps, is_centered=True)
+    parameters = dict(module.named_parameters())
+    epsilon = next((float(getattr(module, name)) for name in _EPSILONS if hasattr(module, name)), None)
     if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or epsilon is None:
         return None
     weight = parameters["weight"]
@@ -413,16 +390,12 @@ def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
     with torch.inference_mode():
         found = module(x)
         made = {
-            candidate: elementwise.rms_norm_reference(x, candidate, epsilon)
+            candidate: elementwise.norm_reference(x, candidate, None, epsilon, is_centered=False)
             for candidate in (weight, plus_one)
         }
     # Beside a few large weights, both may agree in 16 bits.
     nearest = min(made, key=lambda candidate: float((made[candidate].float() - found.float()).norm()))
-    return _RMSNorm(nearest, epsilon) if agrees(made[nearest], found) else None
-
-
-def _epsilon_of(norm: Any) -> float | None:
-    return next((float(getattr(norm, name)) for name in _EPSILONS if hasattr(norm, name)), None)
+    return _RowNorm(nearest, None, epsilon, is_centered=False) if agrees(made[nearest], found) else None
 
 
 def _has_heads(parts: _Parts, asked: QKV) -> bool:

@@ -22,9 +22,8 @@ _BIASED = frozenset({"JinaBertEncoder"})
 
 def has_relative_positions(backbone: nn.Module) -> bool:
     """Whether a backbone asks attention for relative positions."""
-    return any(
-        type(module).__name__ in _PACKED | _BIASED or _is_stack(module) for module in backbone.modules()
-    )
+    known = _PACKED | _BIASED
+    return any(type(each).__name__ in known or _is_stack(each) for each in backbone.modules())
 
 
 def install(backbone: Any, attention: str) -> Callable[[], None]:
@@ -63,7 +62,7 @@ class PackedEncoder(nn.Module):
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
-        self._step: StepAttention[Any] | None = None
+        self._step: StepAttention | None = None
 
     @property
     def layer(self) -> Any:
@@ -78,7 +77,7 @@ class PackedEncoder(nn.Module):
         return arguments, options
 
     @property
-    def step(self) -> StepAttention[Any]:
+    def step(self) -> StepAttention:
         if self._step is None:
             raise RuntimeError("packed attention was called outside of a packed step")
         return self._step
@@ -110,7 +109,7 @@ class _StepBias:
     def __init__(self, attention: Any) -> None:
         self.attention = attention
         self._own = attention.compute_bias
-        self._step: StepAttention[Any] | None = None
+        self._step: StepAttention | None = None
         attention.compute_bias = self
 
     def take_attention(self, stack: nn.Module, arguments: object, options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ DeBERTa's queries and keys are multiplied with each other and with projections o
 layers share one bias by distance, as T5's do."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,34 +21,20 @@ from maxsimd.engine.ops.qkv import QKV, PositionBias, PositionContent
 from maxsimd.pooling.ragged import to_device
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """The positions of a layer, as these modules project them in this precision."""
-
-    projections: tuple[nn.Module, ...]
-    dtype: torch.dtype
-    content: PositionContent
-
-    def serves(self, projections: tuple[nn.Module, ...], dtype: torch.dtype, reach: int) -> bool:
-        same = all(ours is theirs for ours, theirs in zip(self.projections, projections, strict=True))
-        return same and self.dtype is dtype and self.content.reach >= reach
-
-
 class PackedDebertaV2(PackedEncoder):
     """Replaces a `DebertaV2Encoder`. Owns the positions of each layer, which depend on its weights alone and
     are projected once."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self._prepared: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
+        # By attention, with the projections and the precision that made them.
+        self._positions: WeakKeyDictionary[nn.Module, tuple[object, PositionContent]] = WeakKeyDictionary()
 
     def take_attention(
         self, backbone: nn.Module, arguments: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Adds a mask, without which the backbone would wait for the device to look for padding."""
-        everything = torch.ones(
-            options["input_ids"].shape, device=options["input_ids"].device, dtype=torch.float32
-        )
+        everything = torch.ones_like(options["input_ids"], dtype=torch.float32)
         return super().take_attention(backbone, arguments, {**options, "attention_mask": everything})
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> BaseModelOutput:
@@ -75,45 +61,35 @@ class PackedDebertaV2(PackedEncoder):
         return self.step.attend(attention, qkv).flatten(1)[None]
 
     def _content(self, attention: Any, dtype: torch.dtype, reach: int) -> PositionContent:
-        projections = _projections(attention)
-        used = tuple(projection for projection in projections if projection is not None)
-        prepared = self._prepared.get(attention)
-        if prepared is None or not prepared.serves(used, dtype, reach):
-            prepared = _Prepared(used, dtype, self._projected(attention, projections, reach))
-            self._prepared[attention] = prepared
-        return prepared.content
+        # Those of the positions that queries and keys are multiplied with.
+        names = ("key_proj", "query_proj") if attention.share_att_key else ("pos_key_proj", "pos_query_proj")
+        projections = [
+            getattr(attention, name, None) if kind in attention.pos_att_type else None
+            for name, kind in zip(names, ("c2p", "p2c"), strict=True)
+        ]
+        source = (projections, dtype)
+        made_by, content = self._positions.get(attention, (None, None))
+        if content is None or made_by != source or content.reach < reach:
+            content = self._projected(attention, projections, reach)
+            self._positions[attention] = source, content
+        return content
 
     def _projected(
-        self, attention: Any, projections: tuple[nn.Module | None, nn.Module | None], reach: int
+        self, attention: Any, projections: Sequence[nn.Module | None], reach: int
     ) -> PositionContent:
         span = attention.pos_ebd_size
         rows = self.inner.get_rel_embedding()[: 2 * span]  # [2 * span, hidden]
         # transformers counts from the key to the query, tables by distance from the query to the key.
-        apart = -distances(reach, torch.device("cpu"))
-        if attention.position_buckets > 0:
-            apart = make_log_bucket_position(
-                apart, attention.position_buckets, attention.max_relative_positions
-            )
+        apart, buckets_a_side = -distances(reach, torch.device("cpu")), attention.position_buckets
+        if buckets_a_side > 0:
+            apart = make_log_bucket_position(apart, buckets_a_side, attention.max_relative_positions)
         buckets = to_device((apart.long() + span).clamp(0, 2 * span - 1), rows.device)
-        heads = attention.num_attention_heads
-        keys, queries = (
-            in_heads(
-                projection(rows[None]) if projection is not None else torch.zeros_like(rows)[None], heads
-            )
-            for projection in projections
-        )
-        return PositionContent(keys[:, buckets].contiguous(), queries[:, buckets].contiguous())
-
-
-def _projections(attention: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The projections of the positions that queries and keys are multiplied with."""
-    shared = attention.share_att_key
-    keys = attention.key_proj if shared else getattr(attention, "pos_key_proj", None)
-    queries = attention.query_proj if shared else getattr(attention, "pos_query_proj", None)
-    return (
-        keys if "c2p" in attention.pos_att_type else None,
-        queries if "p2c" in attention.pos_att_type else None,
-    )
+        tables = []
+        for projection in projections:
+            made = torch.zeros_like(rows)[None] if projection is None else projection(rows[None])
+            table = in_heads(made, attention.num_attention_heads)
+            tables.append(table[:, buckets].contiguous())
+        return PositionContent(*tables)
 
 
 def _convolved(conv: Any, embedded: torch.Tensor, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:

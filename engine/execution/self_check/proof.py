@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
@@ -15,7 +14,7 @@ from maxsimd.engine.execution.devices import dtype_name, one_thread
 from maxsimd.engine.execution.runner import ModelRunner
 from maxsimd.engine.execution.self_check.samples import Comparison, Sample, compare_items, largest
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
-from maxsimd.pooling.methods import Head, PoolingCursor
+from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens, TokenSequence
 
@@ -26,13 +25,11 @@ _ROUNDING = 1e-6
 
 def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
     """The pooling of tasks as in serving, but without merged tokens and limits of entries."""
-    return DispatchPooler(
-        {name: pooling_method(task.pooling, _unlimited(task.head)) for name, task in tasks.items()}
-    )
-
-
-def _unlimited(head: Head) -> Head:
-    return head.without_limit() if isinstance(head, WordsHead) else head
+    methods = {}
+    for name, task in tasks.items():
+        head = task.head.without_limit() if isinstance(task.head, WordsHead) else task.head
+        methods[name] = pooling_method(task.pooling, head)
+    return DispatchPooler(methods)
 
 
 def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
@@ -61,9 +58,7 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
     assert isinstance(sequence.tokens, Tokens)
     prefix = TokenSequence.prefix(-1, 0, sequence.tokens.first(middle), num_consumers=1)
     after = replace(sequence, shared_prefix_len=middle, prefix_id=prefix.sequence_id)
-    runs = [
-        [Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))],
-    ]
+    runs = [[Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))]]
     if sequence.payload.task == "classify":
         runs.append([Step(2, (Chunk(prefix, 0, middle), Chunk(after, middle, len(after))))])
     found = []
@@ -86,14 +81,12 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
     sequences = [sample.sequence for sample in samples]
     encode_images(runner, sequences)
     together = _items(pooler, *runner.forward(step_of(sequences)))
+    alone: dict[int, torch.Tensor] = {}
     with one_thread():
-        alone = [
-            _items(pooler, *runner.forward(step_of([sequence])))[sequence.sequence_id].float()
-            for sequence in sequences
-        ]
-    return compare_items(
-        [together[sequence.sequence_id].float() for sequence in sequences], alone, 0.0, share=0.0
-    )
+        for sequence in sequences:
+            alone |= _items(pooler, *runner.forward(step_of([sequence])))
+    found, expected = ([items[each.sequence_id].float() for each in sequences] for items in (together, alone))
+    return compare_items(found, expected, 0.0, share=0.0)
 
 
 def step_of(sequences: Iterable[TokenSequence]) -> Step:
@@ -203,7 +196,11 @@ def refuse_unlike_cpu(
     name: str, device: torch.device, found_there: Sequence[Sample], on_cpu: Sequence[Sample]
 ) -> None:
     """Raises ModelLoadError if a model's own library gives other results on a device than on the CPU."""
-    if len(found_there) != len(on_cpu) or not all(map(_have_same_tokens, found_there, on_cpu)):
+    tokens = [
+        [(sample.sequence.payload.task, sample.sequence.tokens.ids.tolist()) for sample in samples]
+        for samples in (found_there, on_cpu)
+    ]
+    if tokens[0] != tokens[1]:
         raise ModelLoadError(
             f"{name!r} is not run right on {device}: its own library fails there on some random texts"
         )
@@ -218,8 +215,3 @@ def refuse_unlike_cpu(
                 f"{name!r} is not run right on {device}: its own library gives other results there than on "
                 f"the CPU: {compared}"
             )
-
-
-def _have_same_tokens(first: Sample, second: Sample) -> bool:
-    same_task = first.sequence.payload.task == second.sequence.payload.task
-    return same_task and np.array_equal(first.sequence.tokens.ids, second.sequence.tokens.ids)

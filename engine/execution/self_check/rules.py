@@ -63,11 +63,8 @@ def why_not_packed(model: LoadedModel, windows: set[int | None], causal_ends: bo
         return f"it attends within chunks of {chunk} tokens"
     window = window_of(config)
     # ModernBERT's layers ask for one more. Samples longer than a window prove it themselves.
-    if (
-        window is not None
-        and LONGEST_WINDOW < window < model.max_tokens
-        and not windows & {window, window + 1}
-    ):
+    is_unproven = window is not None and LONGEST_WINDOW < window < model.max_tokens
+    if window is not None and is_unproven and not windows & {window, window + 1}:
         return f"its layers do not ask for the window of {window} tokens that it is to have"
     return None
 

@@ -133,13 +133,18 @@ def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list
     lengths = [(5, 8), (1, 1), (3, 14), (9, _SHORT)]
     if num_probes:
         lengths = [(1, 1), (2, 3)] if plain else lengths[num_probes:]
-    if (beyond := _beyond_window(model.backbone)) is not None:
-        lengths[-1] = (9, beyond)
+    backbone: Any = model.backbone
+    window = window_of(backbone.config.get_text_config())
+    if window is not None and window <= LONGEST_WINDOW:
+        lengths[-1] = (9, 2 * window + 3)
     sequences = []
     for first, second in lengths:
         if plain:
             ids = _random_ids(model, first + second, random)
-            sequences.append(_sequence(model, task, ids, _plain_types(model, ids, first)))
+            types, template = np.zeros_like(ids), model.pairs.template
+            if template is not None and template.marks_document:
+                types[first:-1] = 1
+            sequences.append(_of_task(task, Tokens(ids[: model.max_tokens], types[: model.max_tokens])))
         elif model.score_task == "classify":
             sequences.append(_encoded(model, task, _text(model, first, random), _text(model, second, random)))
         else:
@@ -147,15 +152,6 @@ def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list
     if task == "classify" and not plain and not num_probes:
         sequences.append(_encoded(model, task, _text(model, 6, random)))
     return [*sequences, *_special_sequences(model, task, sequences), *random_pages(model, task)]
-
-
-def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """The type ids of a pair that a template joins: 1 in the document if the template marks it."""
-    types = np.zeros_like(ids)
-    template = model.pairs.template
-    if template is not None and template.marks_document:
-        types[first:-1] = 1
-    return types
 
 
 def _special_sequences(
@@ -172,12 +168,6 @@ def _special_sequences(
             yield _of_task(task, replace(longest, attended_len=max(1, attended)))
     if task == "embed" and not model.document.pool_prompt and len(longest) > 4:
         yield _of_task(task, replace(longest, pooled_positions=np.arange(4, len(longest))))
-
-
-def _beyond_window(backbone: Any) -> int | None:
-    """A number of tokens beyond a model's window; None if it has none."""
-    window = window_of(backbone.config.get_text_config())
-    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else None
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:
@@ -197,18 +187,9 @@ def _text(model: LoadedModel, tokens: int, random: np.random.Generator) -> str:
 
 
 def _encoded(model: LoadedModel, task: str, *texts: str) -> TokenSequence:
-    encoded = model.tokenizer(*texts)
+    encoded, most = model.tokenizer(*texts), model.max_tokens
     ids = np.array(encoded["input_ids"], dtype=np.int32)
-    types = encoded.get("token_type_ids")
-    return _sequence(
-        model, task, ids, np.zeros_like(ids) if types is None else np.array(types, dtype=np.int32)
-    )
-
-
-def _sequence(
-    model: LoadedModel, task: str, ids: NDArray[np.int32], types: NDArray[np.int32]
-) -> TokenSequence:
-    most = model.max_tokens
+    types = np.array(encoded.get("token_type_ids", np.zeros_like(ids)), dtype=np.int32)
     return _of_task(task, Tokens(ids[:most], types[:most]))
 
 
@@ -241,16 +222,13 @@ def in_float32(backbone: nn.Module) -> Iterator[None]:
     """Converts the present layers of a backbone to float32, for good. Large embedding tables keep their
     precision, and their rows are converted after look-up: converting a vocabulary takes longer than the
     proof."""
-    tables = {
-        module
-        for module in backbone.modules()
-        if type(module) is nn.Embedding
-        and module.weight.numel() >= _LARGE
-        and module.weight.dtype is not torch.float32
-    }
+    tables = []
     for module in backbone.modules():
-        if module not in tables:
-            module._apply(_widened, recurse=False)
+        is_large = type(module) is nn.Embedding and module.weight.numel() >= _LARGE
+        if is_large and module.weight.dtype is not torch.float32:
+            tables.append(module)
+        else:
+            module._apply(lambda x: x.float() if x.is_floating_point() else x, recurse=False)
     hooks = [table.register_forward_hook(lambda table, ids, rows: rows.float()) for table in tables]
     try:
         yield
@@ -259,14 +237,12 @@ def in_float32(backbone: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
 # A tower's attribute with the layers whose outputs it returns beside the last one's (DeepStack).
 _DEEP = "deepstack_visual_indexes"
 # The field of configs with the kinds of layers, by which models look up masks.
 _KINDS = "layer_types"
+# The types of plain settings.
+_PLAIN = (bool, int, float, str, type(None))
 # Attributes with a module's index among the layers, which says nothing about its kind.
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
@@ -334,10 +310,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     """The types, shapes and plain settings of all modules of a layer."""
     kind: list[object] = [(name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()]
     for name, module in layer.named_modules():
-        settings = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | type(None)) and key not in _INDEX_NAMES
-        }
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+        settings = {key: value for key, value in plain.items() if key not in _INDEX_NAMES}
         kind.append((name, type(module), tuple(sorted(settings.items(), key=repr))))
     return tuple(kind)

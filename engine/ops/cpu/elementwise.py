@@ -3,24 +3,46 @@ other rows in the call or on the number of threads."""
 
 import torch
 
-from maxsimd.engine.ops.cpu.library import KINDS, address, check_float32, kernels
+from maxsimd.engine.ops.cpu.library import (
+    KINDS,
+    address,
+    check_float32,
+    kernels,
+    strided,
+    with_close_columns,
+)
 
 
-def layer_norm(
+def norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     epsilon: float,
     residual: torch.Tensor | None = None,
+    *,
+    is_centered: bool,
 ) -> torch.Tensor:
-    """The layer norm of `x` [rows, width], or of its float32 sum with the residual. Weight and bias are
-    float32 [width]."""
-    return _norm(x, residual, weight, bias, epsilon, is_centered=True)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` [rows, width]. The weight is float32 [width]."""
-    return _norm(x, None, weight, None, epsilon, is_centered=False)
+    """The norm of `x` [rows, width], or of its float32 sum with the residual: LayerNorm if it `is_centered`,
+    else RMSNorm. Weight and bias are float32 [width]."""
+    rows, width = x.shape
+    check_float32(width, weight, bias)
+    if residual is not None and (residual.shape != x.shape or residual.dtype is not x.dtype):
+        raise ValueError(f"a residual of {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
+    x, residual = with_close_columns(x), None if residual is None else with_close_columns(residual)
+    out = x.new_empty(x.shape)
+    kernels().maxsimd_norm(
+        KINDS[x.dtype],
+        *strided(x),
+        *strided(residual),
+        rows,
+        width,
+        weight.data_ptr(),
+        address(bias),
+        epsilon,
+        is_centered,
+        out.data_ptr(),
+    )
+    return out
 
 
 def norm_rotary_(
@@ -42,8 +64,7 @@ def norm_rotary_(
     check_float32(head_dim, query, key)
     kernels().maxsimd_norm_rotary(
         KINDS[qkv.dtype],
-        qkv.data_ptr(),
-        qkv.stride(0),
+        *strided(qkv),
         rows,
         *heads,
         head_dim,
@@ -53,37 +74,3 @@ def norm_rotary_(
         address(key),
         epsilon,
     )
-
-
-def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
-    *,
-    is_centered: bool,
-) -> torch.Tensor:
-    rows, width = x.shape
-    check_float32(width, weight, bias)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if residual is not None and (residual.shape != x.shape or residual.dtype is not x.dtype):
-        raise ValueError(f"a residual of {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
-    if residual is not None and residual.stride(1) != 1:
-        residual = residual.contiguous()
-    out = x.new_empty(x.shape)
-    kernels().maxsimd_norm(
-        KINDS[x.dtype],
-        x.data_ptr(),
-        x.stride(0),
-        address(residual),
-        0 if residual is None else residual.stride(0),
-        rows,
-        width,
-        weight.data_ptr(),
-        address(bias),
-        epsilon,
-        is_centered,
-        out.data_ptr(),
-    )
-    return out

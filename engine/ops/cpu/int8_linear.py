@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from maxsimd.engine.ops.cpu.library import int8_function
-from maxsimd.engine.ops.cpu.linear import Norm
+from maxsimd.engine.ops.cpu.library import int8_function, strided
+from maxsimd.engine.ops.cpu.linear import Norm, as_rows, rows_like
 
 _OCTET = 8  # inputs that weights are padded to a multiple of
 _ZERO = 128  # the byte of a row's zero
@@ -61,53 +61,6 @@ def is_available() -> bool:
     return any(kernel.is_available() for kernel in KERNELS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Int8Weights:
-    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column, padded with
-    zeros to whole panels."""
-
-    kernel: Kernel
-    packed: torch.Tensor  # int32 [columns / lanes, words, lanes]
-    scales: torch.Tensor  # float32 [columns]
-    bias: torch.Tensor  # float32 [columns]
-    inputs: int
-    columns: int
-
-
-def pack(
-    kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> Int8Weights:
-    """Packs int8 weights [columns, inputs] with their scales [columns]. Raises ValueError for weights that
-    are too large for the kernel."""
-    if weight.numel() and int(weight.int().abs().max()) > kernel.most:
-        raise ValueError(f"weights are beyond {kernel.most}, which the kernel cannot add up")
-    columns, inputs = weight.shape
-    more = -columns % kernel.panel
-    filled = torch.nn.functional.pad(weight, (0, -inputs % _OCTET, 0, more))
-    words = kernel.words(filled.unflatten(1, (-1, _OCTET)).contiguous())
-    packed = words.unflatten(0, (-1, kernel.lanes)).transpose(1, 2).contiguous()
-    bias = torch.zeros(columns, dtype=torch.float32) if bias is None else bias.float()
-    scales, bias = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
-    return Int8Weights(kernel, packed, scales, bias, inputs, columns)
-
-
-def linear(x: torch.Tensor, weights: Int8Weights, gelu: bool = False) -> torch.Tensor:
-    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then exact GELU if `gelu`. Each row of
-    x is rounded to int8 with its own scale."""
-    return _linear(x, weights, gelu, None)
-
-
-def linear_norm(x: torch.Tensor, residual: torch.Tensor, weights: Int8Weights, norm: Norm) -> torch.Tensor:
-    """`norm(linear(x) + residual)`, where residual is float32 [..., columns] with the rows of x."""
-    rows = _as_rows(residual, weights.columns)
-    return _linear(
-        x,
-        weights,
-        False,
-        _Norm(rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon),
-    )
-
-
 class _Layer(ctypes.Structure):
     """`Layer` of int8_linear.h."""
 
@@ -132,24 +85,51 @@ class _Norm(ctypes.Structure):
     )
 
 
-def _linear(x: torch.Tensor, weights: Int8Weights, gelu: bool, norm: _Norm | None) -> torch.Tensor:
-    function = weights.kernel.function
-    if function is None:
-        raise RuntimeError(f"the compiled kernel for {weights.kernel.title} is not available on this machine")
-    rows = _as_rows(x, weights.inputs)
-    out = torch.empty(len(rows), weights.columns, dtype=torch.float32)
-    layer = _Layer(
-        rows.data_ptr(), rows.stride(0), len(rows), weights.inputs,
-        weights.packed.data_ptr(), weights.scales.data_ptr(), weights.bias.data_ptr(),
-        weights.columns, gelu, out.data_ptr(),
-    )  # fmt: skip
-    function(ctypes.byref(layer), None if norm is None else ctypes.byref(norm))
-    return out.view(*x.shape[:-1], weights.columns)
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Linear:
+    """A layer with packed weights [columns, inputs], and a scale and a bias for each column, padded with
+    zeros to whole panels. Each row of its input is rounded to int8 with its own scale."""
+
+    kernel: Kernel
+    packed: torch.Tensor  # int32 [columns / lanes, words, lanes]
+    scales: torch.Tensor  # float32 [columns]
+    bias: torch.Tensor  # float32 [columns]
+    inputs: int
+    columns: int
+
+    def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """`rows @ weight.T + bias`, float32 [..., inputs] to [..., columns], then exact GELU if `gelu`."""
+        return self._run(rows, gelu, None)
+
+    def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """`norm(linear(rows) + residual)`, where residual is float32 [..., columns]."""
+        added = rows_like(residual, rows, self.columns)
+        return self._run(rows, False, _Norm(*strided(added), *norm.checked(self.columns)))
+
+    def _run(self, x: torch.Tensor, gelu: bool, norm: _Norm | None) -> torch.Tensor:
+        function = self.kernel.function
+        if function is None:
+            raise RuntimeError(
+                f"the compiled kernel for {self.kernel.title} is not available on this machine"
+            )
+        rows = as_rows(x, self.inputs, torch.float32)
+        out = torch.empty(len(rows), self.columns, dtype=torch.float32)
+        weights = (each.data_ptr() for each in (self.packed, self.scales, self.bias))
+        layer = _Layer(*strided(rows), *rows.shape, *weights, self.columns, gelu, out.data_ptr())
+        function(ctypes.byref(layer), None if norm is None else ctypes.byref(norm))
+        return out.view(*x.shape[:-1], self.columns)
 
 
-def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """x as [rows, columns], each row contiguous."""
-    if x.dtype is not torch.float32:
-        raise TypeError(f"a layer that reads float32 was given {x.dtype}")
-    rows = x.reshape(-1, columns)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+def pack(kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
+    """Packs int8 weights [columns, inputs] with their scales [columns]. Raises ValueError for weights that
+    are too large for the kernel."""
+    if weight.numel() and int(weight.int().abs().max()) > kernel.most:
+        raise ValueError(f"weights are beyond {kernel.most}, which the kernel cannot add up")
+    columns, inputs = weight.shape
+    more = -columns % kernel.panel
+    filled = torch.nn.functional.pad(weight, (0, -inputs % _OCTET, 0, more))
+    words = kernel.words(filled.unflatten(1, (-1, _OCTET)).contiguous())
+    packed = words.unflatten(0, (-1, kernel.lanes)).transpose(1, 2).contiguous()
+    bias = torch.zeros(columns, dtype=torch.float32) if bias is None else bias.float()
+    scales, bias = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
+    return Int8Linear(kernel, packed, scales, bias, inputs, columns)

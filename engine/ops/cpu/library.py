@@ -55,67 +55,82 @@ def used_instruction_sets() -> str:
 # Names of processors that the kernels are compiled for.
 _MACHINES = ("x86_64", "amd64")
 
-_NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_KIND, _NUMBER, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-_LINEAR: list[Any] = [
-    _POINTER, *[_NUMBER] * 3,  # x with its stride, rows and inputs
-    _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales and sums, bias, columns
-    ctypes.c_int, *[_POINTER, _NUMBER] * 2,  # activation, what is added and the residual with their strides
+_EPILOGUE: list[Any] = [
+    ctypes.c_int, *[_POINTER, _NUMBER] * 2,  # activation, addend and residual with their strides
     *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
 ]  # fmt: skip
 
 _ARGUMENTS: dict[str, list[Any]] = {
-    "maxsim_float32": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
-    "maxsim_bfloat16": [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER],
-    "maxsim_apart_float32": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
-    "maxsim_apart_bfloat16": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
+    **dict.fromkeys(("maxsim_float32", "maxsim_bfloat16"), [_POINTER] * 5 + [_NUMBER] * 2 + [_POINTER]),
+    **dict.fromkeys(
+        ("maxsim_apart_float32", "maxsim_apart_bfloat16"), [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER]
+    ),
+    "first_not_finite": [_POINTER] * 4 + [_NUMBER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
-    "linear": [ctypes.c_int, *_LINEAR],  # kind of number
+    "linear": [
+        _KIND, _POINTER, *[_NUMBER] * 3,  # kind, x with its stride, rows and inputs
+        _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales and sums, bias, columns
+        *_EPILOGUE,
+    ],
     "linear_blocks": [
         _POINTER, *[_NUMBER] * 3, *[_POINTER] * 3, _NUMBER,  # x, kinds and blocks of weights, bias, columns
-        *_LINEAR[10:],
+        *_EPILOGUE,
     ],
     "unpack": [_POINTER] * 2 + [_NUMBER] * 2 + [_POINTER],
     "norm": [
-        ctypes.c_int, *[_POINTER, _NUMBER] * 2, *[_NUMBER] * 2,  # kind, x and residual, rows and columns
+        _KIND, *[_POINTER, _NUMBER] * 2, *[_NUMBER] * 2,  # kind, x and residual, rows and columns
         *[_POINTER] * 2, ctypes.c_float, ctypes.c_int, _POINTER,  # weight, bias, epsilon, centered, output
     ],
     "norm_rotary": [
-        ctypes.c_int, _POINTER, *[_NUMBER] * 5,  # kind, heads with their stride, rows, counts and size
+        _KIND, _POINTER, *[_NUMBER] * 5,  # kind, heads with their stride, rows, counts and size
         *[_POINTER] * 4, ctypes.c_float,  # cosines, sines, weights of norms, epsilon
     ],
     "attention": [
-        ctypes.c_int, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
+        _KIND, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
         _POINTER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,
     ],
     "layers": [
-        ctypes.c_int, *[_POINTER] * 2, *[_NUMBER] * 2, ctypes.c_float,  # kind, tables, layers, heads, scale
+        _KIND, *[_POINTER] * 2, *[_NUMBER] * 2, ctypes.c_float,  # kind, tables, layers, heads, scale
         *[_POINTER, _NUMBER] * 2, *[_POINTER] * 2,  # hidden states, sequences, workspace, first rows
     ],
+    "layers_workspace": [_POINTER, _NUMBER],
+    "embed": [
+        _KIND, *[_POINTER] * 3, _NUMBER,  # kind, ids, rows
+        *[_POINTER, _NUMBER] * 3, _NUMBER,  # tables with their rows, columns
+        *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
+    ],
+    "use_amx": [ctypes.c_int],
 }  # fmt: skip
 
-_EMBED: list[Any] = [
-    ctypes.c_int, *[_POINTER] * 3, _NUMBER,  # kind, ids, rows
-    *[_POINTER, _NUMBER] * 3, _NUMBER,  # tables with their rows, columns
-    *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
-]  # fmt: skip
+_RESULTS = dict.fromkeys(("first_not_finite", "layers_workspace"), _NUMBER) | dict.fromkeys(
+    ("embed", "use_amx"), ctypes.c_int
+)
 
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
-def library() -> ctypes.CDLL | None:
-    """The library, or None if it was not built or cannot run here. Its functions release the GIL and use as
-    many threads as torch."""
-    found = _found()
-    return None if isinstance(found, str) else found
-
-
 def why_unavailable() -> str | None:
     """The reason why the kernels cannot run here, or None."""
     found = _found()
     return found if isinstance(found, str) else None
+
+
+def is_available() -> bool:
+    """Whether the kernels were built and this processor can run them."""
+    return why_unavailable() is None
+
+
+def kernels() -> ctypes.CDLL:
+    """The library, whose functions release the GIL and use as many threads as torch. Raises RuntimeError if
+    it was not built or cannot run here."""
+    found = _found()
+    if isinstance(found, str):
+        raise RuntimeError(f"the compiled kernels are not available on this machine: {found}")
+    return found
 
 
 @functools.cache
@@ -129,14 +144,7 @@ def _found() -> ctypes.CDLL | str:
         return "this processor lacks AVX-512 with VNNI and BF16"
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, f"maxsimd_{name}")
-        function.argtypes, function.restype = arguments, None
-    find = loaded.maxsimd_first_not_finite
-    find.argtypes, find.restype = [_POINTER] * 4 + [_NUMBER], _NUMBER
-    embed = loaded.maxsimd_embed
-    embed.argtypes, embed.restype = _EMBED, ctypes.c_int
-    size = loaded.maxsimd_layers_workspace
-    size.argtypes, size.restype = [_POINTER, _NUMBER], _NUMBER
-    loaded.maxsimd_use_amx.argtypes, loaded.maxsimd_use_amx.restype = [ctypes.c_int], ctypes.c_int
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
     loaded.maxsimd_use_amx(may_use("all"))
     return loaded
 
@@ -155,22 +163,19 @@ def int8_function(name: str, level: str) -> Any:
     return function
 
 
-def is_available() -> bool:
-    """Whether the kernels were built and this processor can run them."""
-    return library() is not None
-
-
-def kernels() -> ctypes.CDLL:
-    """The library. Raises RuntimeError if the kernels are not available."""
-    loaded = library()
-    if loaded is None:
-        raise RuntimeError("the compiled kernels are not available on this machine")
-    return loaded
-
-
 def address(tensor: torch.Tensor | None) -> int:
     """The address of a tensor; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def strided(rows: torch.Tensor | None) -> tuple[int, int]:
+    """The address of a tensor and the distance of its rows in numbers; zeros for None."""
+    return (0, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
+
+
+def with_close_columns(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] with the numbers of a row side by side."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def check_float32(count: int, *tensors: torch.Tensor | None) -> None:

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.engine.ops.cpu.blocks import BlockTensor
-from maxsimd.engine.ops.cpu.library import INT8, KINDS, address, check_float32, kernels, may_use
+from maxsimd.engine.ops.cpu.library import (
+    INT8,
+    KINDS,
+    address,
+    check_float32,
+    kernels,
+    may_use,
+    strided,
+    with_close_columns,
+)
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
 
 LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
@@ -40,31 +49,22 @@ class Weights:
 
 def pack_float32(weight: torch.Tensor) -> Weights:
     """Packs [columns, inputs] for float32 inputs."""
-    columns, inputs = weight.shape
-    return Weights(_pack(weight.float()), inputs, columns, torch.float32)
+    return _packed(weight.float(), torch.float32)
 
 
 def pack_bfloat16(weight: torch.Tensor) -> Weights:
     """Packs [columns, inputs] for bfloat16 inputs; weights in blocks stay in them."""
-    columns, inputs = weight.shape
     if isinstance(weight, BlockTensor):
-        return Weights(weight, inputs, columns, torch.bfloat16)
-    return Weights(_pack(weight.to(torch.bfloat16)), inputs, columns, torch.bfloat16)
+        return Weights(weight, weight.shape[1], len(weight), torch.bfloat16)
+    return _packed(weight.to(torch.bfloat16), torch.bfloat16)
 
 
 def pack_int8(weight: torch.Tensor) -> Weights:
     """Rounds [columns, inputs] to int8, each column with its own scale, and packs it for bfloat16 inputs."""
-    columns, inputs = weight.shape
     scales = weight.float().abs().amax(dim=1) / INT8_MAX
     # A column of zeros has the scale 0, and may be divided by any number.
     rounded = (weight.float() / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-    sums = rounded.sum(dim=1, dtype=torch.int32)
-    return Weights(_pack(rounded), inputs, columns, torch.bfloat16, scales, sums)
-
-
-# Address and row stride of the residual, addresses of the norm's weight and bias, epsilon.
-_NormArgs = tuple[int | None, int, int | None, int | None, float]
-_NO_NORM: _NormArgs = (None, 0, None, None, 0.0)
+    return _packed(rounded, torch.bfloat16, scales, rounded.sum(dim=1, dtype=torch.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,40 +75,64 @@ class Norm:
     bias: torch.Tensor
     epsilon: float
 
-
-def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
-    """`x @ weight.T + bias`, then exact GELU if `gelu` is set: [..., inputs] -> [..., columns]. x has the
-    dtype that the weights were packed for, the bias is float32. With int8 weights, each row of x is rounded
-    to int8 with its own scale."""
-    return _linear(x, weights, bias, int(gelu))
+    def checked(self, columns: int) -> tuple[int, int, float]:
+        """The addresses of weight and bias, and epsilon. Raises ValueError unless it is of `columns`."""
+        check_float32(columns, self.weight, self.bias)
+        return self.weight.data_ptr(), self.bias.data_ptr(), self.epsilon
 
 
-def linear_gated(
-    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, activation: Activation
-) -> torch.Tensor:
-    """`activation(gate) * up` of a layer that makes both: [..., inputs] -> [..., columns / 2]. Weights and
-    bias are in the order of `gated_order`."""
-    if weights.columns % PANEL:
-        raise ValueError(f"a gated layer of {weights.columns} columns is not a multiple of {PANEL}")
-    return _linear(x, weights, bias, _FIRST_GATE + ACTIVATIONS.index(activation))
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """A linear layer: its packed weights, and its float32 bias. Inputs have the dtype that the weights were
+    packed for. With int8 weights, each row is rounded to int8 with its own scale."""
 
+    weights: Weights
+    bias: torch.Tensor | None
 
-def linear_added(
-    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, added: torch.Tensor
-) -> torch.Tensor:
-    """`linear(x) + added`, rounded once; `added` is [..., columns] with the rows and the dtype of x."""
-    rows = _rows_like(added, x, weights)
-    return _linear(x, weights, bias, 0, (rows.data_ptr(), rows.stride(0)))
+    def linear(self, x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+        """`x @ weight.T + bias`, then exact GELU if `gelu` is set: [..., inputs] -> [..., columns]."""
+        return self._run(x, int(gelu))
 
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """`activation(gate) * up` of a layer that makes both: [..., inputs] -> [..., columns / 2]. Weights
+        and bias are in the order of `gated_order`."""
+        if self.weights.columns % PANEL:
+            raise ValueError(f"a gated layer of {self.weights.columns} columns is not a multiple of {PANEL}")
+        return self._run(x, _FIRST_GATE + ACTIVATIONS.index(activation))
 
-def linear_norm(
-    x: torch.Tensor, residual: torch.Tensor, weights: Weights, bias: torch.Tensor | None, norm: Norm
-) -> torch.Tensor:
-    """`norm(linear(x) + residual)`; `residual` is [..., columns] with the rows and the dtype of x."""
-    rows = _rows_like(residual, x, weights)
-    check_float32(weights.columns, norm.weight, norm.bias)
-    norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
-    return _linear(x, weights, bias, 0, norm_args=norm_args)
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`linear(x) + residual`, rounded once; `residual` is [..., columns] with the rows and dtype of x."""
+        return self._run(x, added=residual)
+
+    def linear_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """`norm(linear(x) + residual)`; `residual` is [..., columns] with the rows and dtype of x."""
+        return self._run(x, residual=residual, norm=norm)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        activation: int = 0,
+        added: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> torch.Tensor:
+        weights = self.weights
+        rows = as_rows(x, weights.inputs, weights.dtype)
+        columns = weights.columns // 2 if activation >= _FIRST_GATE else weights.columns
+        added = None if added is None else rows_like(added, x, weights.columns)
+        residual = None if residual is None else rows_like(residual, x, weights.columns)
+        of_norm = (0, 0, 0.0) if norm is None else norm.checked(weights.columns)
+        out = torch.empty(len(rows), columns, dtype=weights.dtype)
+        x_args, packed = (*strided(rows), *rows.shape), weights.packed
+        added_args = (*strided(added), *strided(residual), *of_norm)
+        end = (address(self.bias), weights.columns, activation, *added_args, out.data_ptr())
+        if isinstance(packed, BlockTensor):
+            blocks = (packed.kinds.data_ptr(), packed.addresses.data_ptr())
+            kernels().maxsimd_linear_blocks(*x_args, *blocks, *end)
+        else:
+            others = (packed.shape[1], address(weights.scales), address(weights.sums))
+            kernels().maxsimd_linear(weights.kind, *x_args, packed.data_ptr(), *others, *end)
+        return out.view(*x.shape[:-1], columns)
 
 
 def gated_order(width: int) -> torch.Tensor:
@@ -125,67 +149,33 @@ def use_amx(wanted: bool) -> bool:
     return bool(kernels().maxsimd_use_amx(wanted and may_use("all")))
 
 
-def _linear(
-    x: torch.Tensor,
-    weights: Weights,
-    bias: torch.Tensor | None,
-    activation: int,
-    added: tuple[int | None, int] = (None, 0),
-    norm_args: _NormArgs = _NO_NORM,
-) -> torch.Tensor:
-    rows = _as_rows(x, weights.inputs, weights.dtype)
-    columns = weights.columns // 2 if activation >= _FIRST_GATE else weights.columns
-    out = torch.empty(len(rows), columns, dtype=weights.dtype)
-    x_args = (rows.data_ptr(), rows.stride(0), len(rows), weights.inputs)
-    end = (address(bias), weights.columns, activation, *added, *norm_args, out.data_ptr())
-    packed = weights.packed
-    if isinstance(packed, BlockTensor):
-        blocks = (packed.kinds.data_ptr(), packed.addresses.data_ptr())
-        kernels().maxsimd_linear_blocks(*x_args, *blocks, *end)
-    else:
-        others = (packed.shape[1], address(weights.scales), address(weights.sums))
-        kernels().maxsimd_linear(weights.kind, *x_args, packed.data_ptr(), *others, *end)
-    return out.view(*x.shape[:-1], columns)
+def as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """x as [rows, columns], each row contiguous."""
+    if x.dtype is not dtype:
+        raise TypeError(f"a layer that reads {dtype} was given {x.dtype}")
+    return with_close_columns(x.reshape(-1, columns))
 
 
-def _rows_like(added: torch.Tensor, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+def rows_like(added: torch.Tensor, x: torch.Tensor, columns: int) -> torch.Tensor:
     """An addend to the output for x, as rows. Raises ValueError unless it has the rows of x."""
     if added.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"rows of {tuple(added.shape)} cannot be added to those of {tuple(x.shape)}")
-    return _as_rows(added, weights.columns, weights.dtype)
+    return as_rows(added, columns, x.dtype)
 
 
-def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """x as [rows, columns], each row contiguous."""
-    if x.dtype is not dtype:
-        raise TypeError(f"a layer whose weights were packed for {dtype} was given {x.dtype}")
-    rows = x.reshape(-1, columns)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """Weights [columns, inputs] in units of 32 bits, padded to whole tiles, in blocks of 16 columns: int32
-    [blocks, units, 16]."""
+def _packed(weight: torch.Tensor, dtype: torch.dtype, *scales_and_sums: torch.Tensor) -> Weights:
+    """Weights [columns, inputs] in units of 32 bits, padded to whole tiles, in blocks of 16 columns."""
     columns, inputs = weight.shape
     per_unit = 4 // weight.element_size()
     filled = torch.nn.functional.pad(weight, (0, -inputs % (LANES * per_unit), 0, -columns % PANEL))
     units = filled.contiguous().view(torch.int32)  # [columns, units]
-    columns, count = units.shape
-    packed = torch.empty(columns // LANES, count, LANES, dtype=torch.int32)
-    kernels().maxsimd_pack(units.data_ptr(), columns, count, packed.data_ptr())
-    return packed
+    packed = torch.empty(len(units) // LANES, units.shape[1], LANES, dtype=torch.int32)
+    kernels().maxsimd_pack(units.data_ptr(), *units.shape, packed.data_ptr())
+    return Weights(packed, inputs, columns, dtype, *scales_and_sums)
 
 
 _HEAD_UNIT = 16  # the kernel takes head sizes that are multiples of this
 _LINE = 64  # bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Product:
-    """The packed weights of a linear layer, and its float32 bias."""
-
-    weights: Weights
-    bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,6 +200,34 @@ class Layer:
     def norms(self) -> tuple[Norm, Norm]:
         return self.attended_norm, self.narrowed_norm
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes of hidden states, of all heads together, and of the feed-forward. Raises ValueError for
+        products and norms that do not fit together."""
+        hidden, wide = self.query.weights.inputs, self.widened.weights.columns
+        attended = self.query.weights.columns
+        expected = [*[(hidden, attended)] * 3, (attended, hidden), (hidden, wide), (wide, hidden)]
+        if [(each.weights.inputs, each.weights.columns) for each in self.products] != expected:
+            raise ValueError("the products of a layer do not fit together")
+        for each in self.products:
+            check_float32(each.weights.columns, each.bias)
+        for norm in self.norms:
+            norm.checked(hidden)
+        return hidden, attended, wide
+
+    @property
+    def addresses(self) -> list[int]:
+        """The layer as `maxsimd_layers` reads it."""
+        row = []
+        for product in self.products:
+            weights = product.weights
+            row += [weights.packed.data_ptr(), weights.packed.shape[1]]
+            row += [address(weights.scales), address(weights.sums), address(product.bias)]
+            row += [weights.inputs, weights.columns]
+        for norm in self.norms:
+            row += [norm.weight.data_ptr(), norm.bias.data_ptr()]
+        return row
+
 
 class Layers:
     """The layers of an encoder, for steps of at most `most_rows` rows. Owns the memory of a step, so it runs
@@ -217,14 +235,19 @@ class Layers:
     together."""
 
     def __init__(self, layers: Sequence[Layer], heads: int, scaling: float, most_rows: int) -> None:
-        sizes = _sizes(layers, heads)
+        weights = [product.weights for layer in layers for product in layer.products]
+        if len({each.kind for each in weights}) != 1:
+            raise ValueError("layers differ in precision")
+        if len({layer.sizes for layer in layers}) != 1:
+            raise ValueError("layers differ in size")
+        self.hidden_size, attended, _ = layers[0].sizes
+        if attended % (heads * _HEAD_UNIT):
+            raise ValueError(f"heads of {attended} / {heads} numbers are not a multiple of {_HEAD_UNIT}")
         self.most_rows = most_rows
-        self.hidden_size = sizes[0]
-        self.dtype = layers[0].query.weights.dtype
-        self._kind = layers[0].query.weights.kind
+        self.dtype, self._kind = weights[0].dtype, weights[0].kind
         self._layers = tuple(layers)  # keeps the tensors of the table alive
         self._heads, self._scaling = heads, scaling
-        self._table = torch.tensor([_addresses(layer) for layer in layers])
+        self._table = torch.tensor([layer.addresses for layer in layers])
         epsilons = [[norm.epsilon for norm in layer.norms] for layer in layers]
         self._epsilons = torch.tensor(epsilons, dtype=torch.float32)
         # Takes no memory before steps of that size touch it.
@@ -259,45 +282,6 @@ class Layers:
         return hidden if firsts is None else firsts
 
 
-def _sizes(layers: Sequence[Layer], heads: int) -> tuple[int, int, int]:
-    """The sizes of hidden states, of all heads together, and of the feed-forward, the same in all layers."""
-    weights = [product.weights for layer in layers for product in layer.products]
-    if len({each.kind for each in weights}) != 1:
-        raise ValueError("layers differ in precision")
-    found = {_sizes_of(layer) for layer in layers}
-    if len(found) != 1:
-        raise ValueError("layers differ in size")
-    sizes = found.pop()
-    if sizes[1] % (heads * _HEAD_UNIT):
-        raise ValueError(f"heads of {sizes[1]} / {heads} numbers are not a multiple of {_HEAD_UNIT}")
-    return sizes
-
-
-def _sizes_of(layer: Layer) -> tuple[int, int, int]:
-    hidden, wide = layer.query.weights.inputs, layer.widened.weights.columns
-    attended = layer.query.weights.columns
-    expected = [*[(hidden, attended)] * 3, (attended, hidden), (hidden, wide), (wide, hidden)]
-    if [(each.weights.inputs, each.weights.columns) for each in layer.products] != expected:
-        raise ValueError("the products of a layer do not fit together")
-    for each in layer.products:
-        check_float32(each.weights.columns, each.bias)
-    for norm in layer.norms:
-        check_float32(hidden, norm.weight, norm.bias)
-    return hidden, attended, wide
-
-
-def _addresses(layer: Layer) -> list[int]:
-    row = []
-    for product in layer.products:
-        weights = product.weights
-        row += [weights.packed.data_ptr(), weights.packed.shape[1]]
-        row += [address(weights.scales), address(weights.sums), address(product.bias)]
-        row += [weights.inputs, weights.columns]
-    for norm in layer.norms:
-        row += [norm.weight.data_ptr(), norm.bias.data_ptr()]
-    return row
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
     """The embeddings of words, types and positions, [rows, columns] each, contiguous, all float32 or all
@@ -315,8 +299,9 @@ def embed(
     """Embeddings [rows, columns] in the dtype of the tables, for ids [rows]; without type ids of type 0.
     Raises IndexError for an id that is not in its table."""
     words, types, positions, norm = tables.words, tables.types, tables.positions, tables.norm
-    word_ids, position_ids = _numbers(word_ids), _numbers(position_ids)
-    type_ids = None if type_ids is None else _numbers(type_ids)
+    # As the kernel reads them.
+    word_ids, position_ids = (ids.to(torch.int64).contiguous() for ids in (word_ids, position_ids))
+    type_ids = None if type_ids is None else type_ids.to(torch.int64).contiguous()
     rows, columns = word_ids.shape[0], words.shape[1]
     out = words.new_empty(rows, columns)
     failed = kernels().maxsimd_embed(
@@ -325,23 +310,11 @@ def embed(
         address(type_ids),
         position_ids.data_ptr(),
         rows,
-        words.data_ptr(),
-        words.shape[0],
-        types.data_ptr(),
-        types.shape[0],
-        positions.data_ptr(),
-        positions.shape[0],
+        *(number for table in (words, types, positions) for number in (table.data_ptr(), len(table))),
         columns,
-        norm.weight.data_ptr(),
-        norm.bias.data_ptr(),
-        norm.epsilon,
+        *norm.checked(columns),
         out.data_ptr(),
     )
     if failed:
         raise IndexError("a token, type or position is not in its table of embeddings")
     return out
-
-
-def _numbers(ids: torch.Tensor) -> torch.Tensor:
-    """Ids as the kernel reads them."""
-    return ids.to(torch.int64).contiguous()

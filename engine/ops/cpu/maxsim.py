@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.ops.cpu.library import FLOAT16, INT8, KINDS, kernels
+from maxsimd.engine.ops.cpu.library import FLOAT16, INT8, KINDS, address, kernels
 
 
 def is_supported(dtype: torch.dtype, dim: int) -> bool:
@@ -26,24 +26,9 @@ def maxsim(
     """Scores float32 [n] of queries [Tq, dim] and documents [Td, dim] of one dtype, on the CPU, for pairs [n,
     2] of a query and a document. Sums and maxima are float32. A document without tokens scores
     `empty_score`."""
-    kernel = kernels().maxsimd_maxsim_float32
-    if documents.dtype is torch.bfloat16:
-        kernel = kernels().maxsimd_maxsim_bfloat16
-    queries, documents = queries.contiguous(), documents.contiguous()
-    starts, stops = _contiguous_int64(query_offsets), _contiguous_int64(document_offsets)
-    indices = _contiguous_int64(pairs)
-    scores = np.full(len(indices), empty_score, dtype=np.float32)
-    kernel(
-        queries.data_ptr(),
-        starts.ctypes.data,
-        documents.data_ptr(),
-        stops.ctypes.data,
-        indices.ctypes.data,
-        len(indices),
-        documents.shape[1],
-        scores.ctypes.data,
-    )
-    return torch.from_numpy(scores)
+    documents, offsets = documents.contiguous(), _int64(document_offsets)
+    addresses = [documents.data_ptr(), offsets.ctypes.data]
+    return _scores("maxsim", queries, query_offsets, addresses, pairs, empty_score)
 
 
 def maxsim_apart(
@@ -56,10 +41,6 @@ def maxsim_apart(
     """Scores like `maxsim`, for documents in separate tensors: rows [tokens, dim] in float32, bfloat16,
     float16, or int8 with float32 scales [tokens]. They are converted to the queries' dtype tile by tile,
     without a copy."""
-    kernel = kernels().maxsimd_maxsim_apart_float32
-    if queries.dtype is torch.bfloat16:
-        kernel = kernels().maxsimd_maxsim_apart_bfloat16
-    queries = queries.contiguous()
     # Copies must outlive the call, which gets their addresses.
     rows = [values.contiguous() for values, _ in documents]
     scales = [None if scale is None else scale.contiguous() for _, scale in documents]
@@ -67,17 +48,31 @@ def maxsim_apart(
         [
             [_KINDS[values.dtype] for values in rows],
             [values.data_ptr() for values in rows],
-            [0 if scale is None else scale.data_ptr() for scale in scales],
+            [address(scale) for scale in scales],
             [len(values) for values in rows],
         ],
         dtype=np.int64,
     )
-    starts, indices = _contiguous_int64(query_offsets), _contiguous_int64(pairs)
+    addresses = [each.ctypes.data for each in of_each]
+    return _scores("maxsim_apart", queries, query_offsets, addresses, pairs, empty_score)
+
+
+def _scores(
+    kernel: str,
+    queries: torch.Tensor,
+    query_offsets: NDArray[np.int64],
+    documents: Sequence[int],
+    pairs: NDArray[np.int64],
+    empty_score: float,
+) -> torch.Tensor:
+    """The kernel's scores in the queries' precision, for the addresses of what describes the documents."""
+    precision = "bfloat16" if queries.dtype is torch.bfloat16 else "float32"
+    queries, starts, indices = queries.contiguous(), _int64(query_offsets), _int64(pairs)
     scores = np.full(len(indices), empty_score, dtype=np.float32)
-    kernel(
+    getattr(kernels(), f"maxsimd_{kernel}_{precision}")(
         queries.data_ptr(),
         starts.ctypes.data,
-        *(each.ctypes.data for each in of_each),
+        *documents,
         indices.ctypes.data,
         len(indices),
         queries.shape[1],
@@ -86,7 +81,7 @@ def maxsim_apart(
     return torch.from_numpy(scores)
 
 
-def _contiguous_int64(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+def _int64(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 

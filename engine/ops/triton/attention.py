@@ -253,15 +253,9 @@ _TILES = {
         {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)},
     ),
     # 8.0
-    163: (
-        {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(32, 32, 4, 2)},
-        {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(32, 32, 4, 2)},
-    ),
+    163: ({64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(32, 32, 4, 2)},) * 2,
     # 8.6, 8.9 and 12.0
-    99: (
-        {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
-        {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
-    ),
+    99: ({64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},) * 2,
 }
 # Float32 is multiplied without tensor cores, which is slow everywhere. Without a number of registers the
 # compiler takes fewer for the largest heads, and spills.

@@ -37,7 +37,7 @@ def row_tile(width: int) -> RowTile:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def layer_norm_kernel(  # type: ignore[no-untyped-def]
+def norm_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, width]
     residual,  # [rows, width], read if ADDED
     weight,  # [width]
@@ -48,12 +48,13 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
     x_row,
     residual_row,
     epsilon,
+    CENTERED: tl.constexpr,
     ADDED: tl.constexpr,
     SUMMED: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program i computes row i."""
+    """Program i computes row i: LayerNorm if CENTERED, else RMSNorm."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -64,17 +65,16 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row * width + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    mean = tl.sum(values, axis=0) / width
-    centered = tl.where(inside, values - mean, 0.0)
-    variance = tl.sum(centered * centered, axis=0) / width
-    normed = centered * (1.0 / tl.sqrt(variance + epsilon))
-    normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTERED:
+        values = tl.where(inside, values - tl.sum(values, axis=0) / width, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / width + epsilon)
+    normed = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
         normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def layer_norm(
+def norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -82,6 +82,8 @@ def layer_norm(
     epsilon: float,
     total: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    is_centered: bool,
 ) -> None:
     """Writes the norm of `x`, or of its sum with `residual`, to `out`, and the sum to `total` if given. All
     are [rows, width]; the inputs may have any row stride."""
@@ -89,7 +91,7 @@ def layer_norm(
     if rows == 0:
         return
     tile = row_tile(width)
-    layer_norm_kernel[(rows,)](
+    norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
         weight,
@@ -100,68 +102,10 @@ def layer_norm(
         x.stride(0),
         x.stride(0) if residual is None else residual.stride(0),
         epsilon,
+        CENTERED=is_centered,
         ADDED=residual is not None,
         SUMMED=total is not None,
         BIASED=bias is not None,
-        BLOCK=tile.numbers,
-        num_warps=tile.warps,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x,  # [rows, width]
-    residual,  # [rows, width], read if ADDED
-    weight,  # [width]
-    total,  # [rows, width], contiguous, written if ADDED
-    out,  # [rows, width], contiguous
-    width,
-    x_row,
-    residual_row,
-    epsilon,
-    ADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program i computes row i."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADDED:
-        values += tl.load(residual + row * residual_row + columns, mask=inside, other=0.0).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + row * width + columns, rounded, mask=inside)
-        values = rounded.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / width + epsilon)
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = values * scale * w
-    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
-
-
-def rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    total: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Writes the norm of `x` to `out`; with a `residual`, the sum to `total` and its norm to `out`."""
-    rows, width = x.shape
-    if rows == 0:
-        return
-    tile = row_tile(width)
-    rms_norm_kernel[(rows,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        total,
-        out,
-        width,
-        x.stride(0),
-        x.stride(0) if residual is None else residual.stride(0),
-        epsilon,
-        ADDED=residual is not None,
         BLOCK=tile.numbers,
         num_warps=tile.warps,
     )

@@ -395,78 +395,68 @@ def maxsim(
     A document is split among `split_k` programs, by default as many as keep the device busy. A document
     without tokens scores `empty_score`, one with a NaN scores NaN. Raises ValueError if queries and documents
     differ in dtype, unless documents are int8 with scales."""
-    _check_types(queries, documents, scales)
-    queries, documents, bounds = _aligned(queries), _aligned(documents), _aligned(pairs.bounds)
-    scores = torch.empty(len(bounds), dtype=torch.float32, device=documents.device)
-    first = 0
-    for group in pairs.groups:
-        stop = first + group.count
-        if group.count:
-            of_group = _Launch(queries, documents, scales, bounds[first:stop], group.longest_query)
-            _score(of_group, pairs.longest_document, empty_score, split_k, scores[first:stop])
-        first = stop
-    return scores
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launch:
-    """Pairs with the same tiles: their queries have at most `longest_query` tokens."""
-
-    queries: torch.Tensor
-    documents: torch.Tensor
-    scales: torch.Tensor | None
-    bounds: torch.Tensor
-    longest_query: int
-
-
-def _score(
-    group: _Launch, longest_document: int, empty_score: float, split_k: int | None, scores: torch.Tensor
-) -> None:
-    queries, documents, longest_query = group.queries, group.documents, group.longest_query
-    device, dim = limits(documents.device), documents.shape[1]
-    tiles = tiles_for(device, dim, queries.itemsize, documents.itemsize, longest_query)
-    query_tiles = -(-longest_query // tiles.query)
-    programs = len(scores) * query_tiles
-    if split_k is None:
-        split_k = choose_split_k(device.multiprocessors, programs, longest_document // tiles.document)
-    is_complete = query_tiles == split_k == 1
-    best = scores
-    if not is_complete:
-        best = torch.empty(len(scores), split_k, longest_query, dtype=torch.float32, device=documents.device)
-    maxsim_kernel[(programs, split_k)](
-        queries,
-        documents,
-        scores if group.scales is None else group.scales,
-        group.bounds,
-        best,
-        scores,
-        longest_query,
-        split_k,
-        EMPTY=empty_score,
-        SCALED=group.scales is not None,
-        DIM=dim,
-        QUERY_ALIGNMENT=row_alignment(dim * queries.itemsize),
-        DOCUMENT_ALIGNMENT=row_alignment(dim * documents.itemsize),
-        BLOCK_Q=tiles.query,
-        BLOCK_D=tiles.document,
-        BLOCK_DIM=tiles.dim,
-        FOLD=tiles.fold,
-        # Longer queries have one kernel for both: warm-up compiles it.
-        WHOLE=is_complete and longest_query <= QUERY_CLASSES[-1],
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-    if not is_complete:
-        sum_kernel[(len(scores),)](
-            best,
-            group.bounds,
-            scores,
-            longest_query,
-            split_k,
-            EMPTY=empty_score,
-            BLOCK_Q=tiles.query,
-            BLOCK_SPLITS=summed_splits(tiles),
+    if scales is not None:
+        if documents.dtype != torch.int8:
+            raise ValueError(f"documents with scales must be int8, not {documents.dtype}")
+        if not queries.dtype.is_floating_point:
+            raise ValueError(f"queries must be floating point numbers, not {queries.dtype}")
+    elif documents.dtype != queries.dtype:
+        raise ValueError(
+            f"queries are {queries.dtype} and documents {documents.dtype}: convert either to the other"
         )
+    queries, documents, bounds = _aligned(queries), _aligned(documents), _aligned(pairs.bounds)
+    device, dim = limits(documents.device), documents.shape[1]
+    scores = torch.empty(len(bounds), dtype=torch.float32, device=documents.device)
+    stop = 0
+    for group in pairs.groups:
+        start, stop = stop, stop + group.count
+        of_group = slice(start, stop)
+        if group.count == 0:
+            continue
+        longest = group.longest_query
+        tiles = tiles_for(device, dim, queries.itemsize, documents.itemsize, longest)
+        query_tiles, document_tiles = -(-longest // tiles.query), pairs.longest_document // tiles.document
+        programs = group.count * query_tiles
+        splits = split_k or choose_split_k(device.multiprocessors, programs, document_tiles)
+        is_complete = query_tiles == splits == 1
+        best = scores[of_group]
+        if not is_complete:
+            best = torch.empty(group.count, splits, longest, dtype=torch.float32, device=documents.device)
+        maxsim_kernel[(programs, splits)](
+            queries,
+            documents,
+            scores if scales is None else scales,
+            bounds[of_group],
+            best,
+            scores[of_group],
+            longest,
+            splits,
+            EMPTY=empty_score,
+            SCALED=scales is not None,
+            DIM=dim,
+            QUERY_ALIGNMENT=row_alignment(dim * queries.itemsize),
+            DOCUMENT_ALIGNMENT=row_alignment(dim * documents.itemsize),
+            BLOCK_Q=tiles.query,
+            BLOCK_D=tiles.document,
+            BLOCK_DIM=tiles.dim,
+            FOLD=tiles.fold,
+            # Longer queries have one kernel for both: warm-up compiles it.
+            WHOLE=is_complete and longest <= QUERY_CLASSES[-1],
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        if not is_complete:
+            sum_kernel[(group.count,)](
+                best,
+                bounds[of_group],
+                scores[of_group],
+                longest,
+                splits,
+                EMPTY=empty_score,
+                BLOCK_Q=tiles.query,
+                BLOCK_SPLITS=summed_splits(tiles),
+            )
+    return scores
 
 
 def summed_splits(tiles: Tiles) -> int:
@@ -480,15 +470,3 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     rows = rows.contiguous()
     alignment = row_alignment(rows.shape[1] * rows.itemsize)
     return rows if rows.data_ptr() % alignment == 0 else rows.clone()
-
-
-def _check_types(queries: torch.Tensor, documents: torch.Tensor, scales: torch.Tensor | None) -> None:
-    if scales is not None:
-        if documents.dtype != torch.int8:
-            raise ValueError(f"documents with scales must be int8, not {documents.dtype}")
-        if not queries.dtype.is_floating_point:
-            raise ValueError(f"queries must be floating point numbers, not {queries.dtype}")
-    elif documents.dtype != queries.dtype:
-        raise ValueError(
-            f"queries are {queries.dtype} and documents {documents.dtype}: convert either to the other"
-        )

@@ -5,7 +5,7 @@ import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from tests.checkpoints import cross_encoders
 from tests.exhaustive import exhaustive
 from tests.unit.engine.execution.test_packed import laid_out
 from tests.unit.engine.ops.interpreted import interpreted
+from tests.unit.engine.ops.kernel_checks import plainly_turned
 
 CPU = torch.device("cpu")
 QUERY = "what is a fox"
@@ -104,13 +105,13 @@ def plain_kernels() -> Iterator[None]:
     """Plain torch in place of kernels, which take a hundred times as long in the interpreter."""
 
     def turn_(qkv: torch.Tensor, *given: Any) -> None:
-        qkv.copy_(elementwise.norm_rotary_reference(qkv, *given))
+        qkv.copy_(plainly_turned(qkv, *given))
 
-    names = ("layer_norm", "sum_and_layer_norm", "rms_norm", "sum_and_rms_norm", "gated")
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(elementwise, "norm_rotary_", turn_))
-        for name in names:
-            patches.enter_context(patch.object(elementwise, name, getattr(elementwise, f"{name}_reference")))
+    def sum_and_norm(x: torch.Tensor, residual: torch.Tensor, *given: Any, **options: Any) -> Any:
+        return x + residual, elementwise.norm_reference(x + residual, *given, **options)
+
+    plain = {"norm": elementwise.norm_reference, "gated": elementwise.gated_reference}
+    with patch.multiple(elementwise, norm_rotary_=turn_, sum_and_norm=sum_and_norm, **plain):
         yield
 
 
@@ -182,14 +183,14 @@ def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
 def test_modules_with_broken_kernels_stay() -> None:
     """Modules whose kernel gives something else or fails stay as they are. A failure is warned of."""
 
-    def wrong(*given: Any) -> torch.Tensor:
-        return 1.01 * elementwise.layer_norm_reference(*given)
+    def wrong(*given: Any, **options: Any) -> torch.Tensor:
+        return 1.01 * elementwise.norm_reference(*given, **options)
 
-    def failing(*given: Any) -> torch.Tensor:
+    def failing(*given: Any, **options: Any) -> torch.Tensor:
         raise RuntimeError("no kernel image")
 
     for broken in (wrong, failing):
-        with plain_kernels(), patch.object(elementwise, "layer_norm", broken), warnings() as warned:
+        with plain_kernels(), patch.object(elementwise, "norm", broken), warnings() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
     expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
     assert expected in warned

@@ -204,6 +204,8 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
             load.prepare(model, EngineConfig(dtype=dtype), device)
         assert ("cuda:1 has no bfloat16" in caplog.text) is is_said
         assert ("dtype=float16 is faster" in caplog.text) is is_said
+    with pytest.raises(ModelLoadError, match="on a CPU alone, not on cuda"):
+        load.prepare(model, EngineConfig(quantization="int8"), t4)
 
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
@@ -430,7 +432,7 @@ def test_a_load_does_not_lower_the_threads_of_others() -> None:
 SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 64), CaptureSize(32, 4, 32))
 
 
-class CallRecorder:
+class CallRecorder(CudaRecorder):
     """Calls in the place of graphs, whose `replays` are counted; every run has this cost."""
 
     def __init__(self, host: float = 1.0, device: float = 1.0, memory: float = 0.0) -> None:

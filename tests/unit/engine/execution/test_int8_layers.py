@@ -7,9 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.load import _refuse_quantization
-from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import int8, linear
 from maxsimd.engine.execution.self_check.samples import in_float32
 from maxsimd.engine.ops.cpu import int8_linear, library
@@ -72,9 +69,11 @@ def test_strange_rows_stay_strange_and_harm_no_others(path: int8.Path) -> None:
 def test_the_gelu_of_a_kernel_is_the_exact_form_on_every_scale(kernel: Kernel) -> None:
     x = torch.cat([torch.linspace(-14, 14, 5601), torch.tensor([-3e38, -100.0, 0.0, 1e-20, 100.0, 1e38])])
     one = int8_linear.pack(kernel, torch.tensor([[1]], dtype=torch.int8), torch.tensor([1.0]), None)
-    out = int8_linear.linear(x[:, None], one, True)
+    out = one.linear(x[:, None], True)
     # A row of one number is 127 times its scale.
     torch.testing.assert_close(out[:, 0].double(), torch.nn.functional.gelu(x.double()), atol=4e-7, rtol=4e-7)
+    with pytest.raises(ValueError, match="cannot be added"):
+        one.linear_norm(x[:, None], x[:1, None], Norm(torch.ones(1), torch.ones(1), 1e-5))
 
 
 @each_path
@@ -127,11 +126,6 @@ def test_where_int8_is_slower_than_float32_the_log_says_so(
     assert ("a layer takes 2.00 ms, and 1.00 in float32" in caplog.text) == warned
 
 
-def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
-    with pytest.raises(ModelLoadError, match="on a CPU alone, not on cuda"):
-        _refuse_quantization(EngineConfig(quantization="int8"), torch.device("cuda"))
-
-
 @pytest.fixture
 def capped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     def forget() -> None:
@@ -151,7 +145,7 @@ def test_nothing_above_the_cap_is_used(capped: Callable[[str], None], level: str
     capped("all")
     runnable = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
     capped(level)
-    assert library.library() is None
+    assert library.why_unavailable() is not None
     allowed = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
     assert allowed == [kernel for kernel in runnable if kernel in int8_linear.KERNELS[:count]]
     assert not library.multiplies_bfloat16()

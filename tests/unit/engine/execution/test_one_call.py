@@ -32,7 +32,7 @@ from maxsimd.engine.ops.qkv import QKV
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.engine.execution.test_packed import CPU, make_step
-from tests.unit.engine.ops.test_kernels import amx, needs_kernels, threads
+from tests.unit.engine.ops.test_kernels import amx, needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
 
@@ -64,17 +64,14 @@ def random_layer(pack: Pack, seed: int, hidden: int = HIDDEN) -> products.Layer:
 
 def plainly(layer: products.Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     query, key, value = (
-        products.linear(hidden, each.weights, each.bias).view(len(hidden), HEADS, HEAD_DIM).transpose(0, 1)
+        each.linear(hidden).view(len(hidden), HEADS, HEAD_DIM).transpose(0, 1)
         for each in (layer.query, layer.key, layer.value)
     )
     qkv = QKV(query, key, value, SCALING)
     out = qkv.new_output()
     attention(qkv, sequences, [], False, out)
-    total = products.linear_norm(
-        out.flatten(1), hidden, layer.attended.weights, layer.attended.bias, layer.attended_norm
-    )
-    wide = products.linear(total, layer.widened.weights, layer.widened.bias, gelu=True)
-    return products.linear_norm(wide, total, layer.narrowed.weights, layer.narrowed.bias, layer.narrowed_norm)
+    total = layer.attended.linear_norm(out.flatten(1), hidden, layer.attended_norm)
+    return layer.narrowed.linear_norm(layer.widened.linear(total, True), total, layer.narrowed_norm)
 
 
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
@@ -88,7 +85,8 @@ def test_a_call_is_exact(pack: Pack, lengths: list[int], count: int, firsts_only
     firsts = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
     sequences = torch.tensor([(int(first), n, n, -1) for first, n in zip(firsts, lengths, strict=True)])
     together = products.Layers(layers, HEADS, SCALING, rows)
-    with threads(count), amx(tiles):
+    torch.set_num_threads(count)
+    with amx(tiles):
         expected = hidden
         for layer in layers:
             expected = plainly(layer, expected, sequences)

@@ -403,7 +403,7 @@ def same(ours: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(ours.float().cpu(), exact.float(), atol=tolerance, rtol=tolerance)
 
 
-def numbers(*shape: int, dtype: torch.dtype, seed: int, apart: int = 0) -> torch.Tensor:
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, apart: int = 0) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     wide = torch.randn(*shape[:-1], shape[-1] + apart, generator=random).to(dtype)
     return wide[..., : shape[-1]]
@@ -419,45 +419,46 @@ def as_read(weight: torch.Tensor, device: str) -> torch.Tensor:
     return weight.to(device) if triton.runs_on(torch.device(device)) else weight.float()
 
 
-def check_layer_norm(device: str) -> None:
+def check_norm(device: str) -> None:
     @for_examples(
-        40, device, ROWS, WIDTHS, st.sampled_from(layer_dtypes(device)), st.sampled_from([0, 16]),
-        st.sampled_from([0.0, 30.0]), st.booleans(),
+        80, device, ROWS, WIDTHS, st.sampled_from(layer_dtypes(device)), st.sampled_from([0, 16]),
+        st.sampled_from([0.0, 30.0]), st.sampled_from(["layer", "biased", "RMS", "Gemma"]),
     )  # fmt: skip
-    def compare(rows: int, width: int, dtype: torch.dtype, apart: int, mean: float, biased: bool) -> None:
-        x = numbers(rows, width, dtype=dtype, seed=1, apart=apart) + mean
+    def compare(rows: int, width: int, dtype: torch.dtype, apart: int, mean: float, kind: str) -> None:
+        is_centered = kind in ("layer", "biased")
+        x = numbers(rows, width, dtype=dtype, seed=1, apart=apart) + mean * is_centered
         residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
         weight, some_bias = (numbers(width, dtype=dtype, seed=seed) for seed in (3, 4))
-        bias = some_bias if biased else None
+        weight, bias = (
+            weight.float() + 1 if kind == "Gemma" else weight,
+            some_bias if kind == "biased" else None,
+        )
         there = x.to(device), residual.to(device)
-        norm = as_read(weight, device), as_read(some_bias, device) if biased else None, 1e-5
-        same(elementwise.layer_norm(there[0], *norm), elementwise.layer_norm_reference(x, weight, bias, 1e-5))
-        exact = elementwise.layer_norm_reference(x, weight, bias, 1e-5, residual)
-        same(elementwise.layer_norm(there[0], *norm, there[1]), exact)
-        total, normed = elementwise.sum_and_layer_norm(*there, *norm)
-        same(total, elementwise.sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)[0])
+        used = [None if each is None else as_read(each, device) for each in (weight, bias)]
+
+        def exact(*rows: torch.Tensor) -> torch.Tensor:
+            return elementwise.norm_reference(rows[0], weight, bias, 1e-5, *rows[1:], is_centered=is_centered)
+
+        same(elementwise.norm(there[0], *used, 1e-5, is_centered=is_centered), exact(x))
+        same(elementwise.norm(there[0], *used, 1e-5, there[1], is_centered=is_centered), exact(x, residual))
+        total, normed = elementwise.sum_and_norm(*there, *used, 1e-5, is_centered=is_centered)
+        same(total, x + residual)
         # Computed from the rounded sum; the interpreter rounds bfloat16 differently.
-        same(normed, elementwise.layer_norm_reference(total.cpu(), weight, bias, 1e-5))
+        same(normed, exact(total.cpu()))
 
 
-def check_rms_norm(device: str) -> None:
-    @for_examples(
-        40, device, ROWS, WIDTHS, st.sampled_from(layer_dtypes(device)), st.sampled_from([0, 16]),
-        st.sampled_from([1e-6, 0.5]),
-    )  # fmt: skip
-    def compare(rows: int, width: int, dtype: torch.dtype, apart: int, epsilon: float) -> None:
-        x = numbers(rows, width, dtype=dtype, seed=1, apart=apart)
-        residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
-        weight = numbers(width, dtype=dtype, seed=3)
-        there = [x.to(device), residual.to(device), as_read(weight, device)]
-        wide = weight.float() + 1  # as Gemma has it
-        for used, own in ((there[2], weight), (wide.to(device), wide)):
-            found = elementwise.rms_norm(there[0], used, epsilon)
-            same(found, elementwise.rms_norm_reference(x, own, epsilon))
-        total, normed = elementwise.sum_and_rms_norm(*there, epsilon)
-        exact_total, exact = elementwise.sum_and_rms_norm_reference(x, residual, weight, epsilon)
-        same(total, exact_total)  # the interpreter rounds to bfloat16 in its own way
-        same(normed, exact)
+def plainly_turned(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: tuple[int, int], norms: Any
+) -> torch.Tensor:
+    together = sum(heads)
+    values = qkv[:, :together].float()
+    if norms is not None:
+        weights = [norms.query.float()] * heads[0] + [norms.key.float()] * heads[1]
+        values = torch.nn.functional.rms_norm(values, values.shape[-1:], None, norms.epsilon)
+        values = values * torch.stack(weights)
+    first, second = values.chunk(2, dim=-1)
+    turned = values * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
+    return torch.cat([turned.to(qkv.dtype), qkv[:, together:]], dim=1)
 
 
 def check_norm_rotary(device: str) -> None:
@@ -473,7 +474,7 @@ def check_norm_rotary(device: str) -> None:
         norms = None
         if normed:
             norms = elementwise.HeadNorms(*(numbers(head_dim, dtype=dtype, seed=n) for n in (4, 5)), 1e-6)
-        exact = elementwise.norm_rotary_reference(qkv, cos, sin, heads, norms)
+        exact = plainly_turned(qkv, cos, sin, heads, norms)
         there = qkv.to(device, copy=True)
         if norms is not None:
             norms = elementwise.HeadNorms(as_read(norms.query, device), as_read(norms.key, device), 1e-6)
@@ -509,5 +510,5 @@ def check_gated(device: str) -> None:
 CHECKS = [
     check_maxsim, check_maxsim_of_one_size, check_maxsim_of_all_sizes, check_maxsim_of_a_long_document,
     check_maxsim_of_nan, check_maxsim_by_small_tiles, check_maxsim_of_slices, check_maxsim_beyond_32_bits,
-    check_attention, check_projection, check_layer_norm, check_rms_norm, check_norm_rotary, check_gated,
+    check_attention, check_projection, check_norm, check_norm_rotary, check_gated,
 ]  # fmt: skip

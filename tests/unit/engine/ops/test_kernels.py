@@ -20,6 +20,7 @@ from maxsimd.engine.execution import linear as layers
 from maxsimd.engine.execution import weights as towers
 from maxsimd.engine.execution.attention.backend import OneByOneBackend
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
+from maxsimd.engine.execution.devices import one_thread
 from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.execution.weights import TOWER_ATTENTION, PatchProduct, attend_within_pictures
 from maxsimd.engine.ops import cpu as kernels
@@ -32,6 +33,7 @@ from maxsimd.engine.ops.qkv import QKV
 from tests.checkpoints.gguf_models import in_blocks
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
 from tests.unit.engine.ops import kernel_checks
+from tests.unit.engine.ops.kernel_checks import numbers
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 Pack, Shape = Callable[[torch.Tensor], products.Weights], tuple[int, int, int]
@@ -63,7 +65,7 @@ def amx(wanted: bool) -> Iterator[None]:
 def through_gelu(x: torch.Tensor, pack: Pack) -> torch.Tensor:
     """GELU of numbers [n], behind a layer that leaves them as they are."""
     wide = torch.stack([x, torch.zeros_like(x)], dim=1)
-    return products.linear(wide, pack(torch.tensor([[1.0, 0.0]])), None, gelu=True)[:, 0]
+    return products.Product(pack(torch.tensor([[1.0, 0.0]])), None).linear(wide, True)[:, 0]
 
 
 SCALES = torch.cat([torch.linspace(-14, 14, 56001), torch.tensor([-3e38, -100.0, 0.0, 1e-30, 100.0, 1e38])])
@@ -112,7 +114,7 @@ def test_linear_equals_the_plain_one(
     expected = expected if biases is None else expected + biases
     expected = exact_gelu(expected) if gelu else expected
     with amx(tiles):
-        ours = products.linear(x, pack(weight), biases, gelu)
+        ours = products.Product(pack(weight), biases).linear(x, gelu)
     torch.testing.assert_close(ours.double(), expected, atol=atol, rtol=rtol)
 
 
@@ -131,9 +133,10 @@ def test_int8_linear_equals_its_definition(shape: Shape, bias: bool, gelu: bool)
     expected = rounded @ ((weight / column_scales.clamp(min=1e-30)).round() * column_scales).T
     expected = expected if biases is None else expected + biases
     expected = exact_gelu(expected).float() if gelu else expected
+    layer = products.Product(products.pack_int8(weight), biases)
     with amx(False):
-        by_vectors = products.linear(x, products.pack_int8(weight), biases, gelu)
-    ours = products.linear(x, products.pack_int8(weight), biases, gelu)
+        by_vectors = layer.linear(x, gelu)
+    ours = layer.linear(x, gelu)
     assert torch.equal(ours, by_vectors)  # sums of integers are the same in AMX tiles
     torch.testing.assert_close(ours.float(), expected, atol=1e-3, rtol=2**-7)
 
@@ -151,7 +154,8 @@ def test_a_fused_layer_norm_equals_the_plain_one(shape: Shape, strided: bool, pa
     residual = torch.randn(rows, columns + 4 * strided, generator=random).to(dtype)[:, :columns]
     total = torch.nn.functional.linear(x.float(), weight.float(), bias).to(dtype).double() + residual.double()
     expected = torch.nn.functional.layer_norm(total, (columns,), scale.double(), shift.double(), 1e-5)
-    ours = products.linear_norm(x, residual, pack(weight), bias, products.Norm(scale, shift, 1e-5)).double()
+    layer, norm = products.Product(pack(weight), bias), products.Norm(scale, shift, 1e-5)
+    ours = layer.linear_norm(x, residual, norm).double()
     # The norm of a row whose columns lie close together makes much of their last bits.
     spread = total.std(dim=1, correction=0, keepdim=True).clamp(max=1)
     step = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
@@ -175,13 +179,14 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
     gates, others = wide.chunk(2, dim=-1)
     beside = torch.randn(rows, columns + 4, generator=torch.Generator().manual_seed(rows)).to(x.dtype)[:, 4:]
     with amx(tiles):
-        gated = products.linear_gated(x, pack(weight[order]), biases[order] if bias else None, gate)
-        added = products.linear_added(x, pack(weight), biases if bias else None, beside)
+        layer = products.Product(pack(weight[order]), biases[order] if bias else None)
+        gated = layer.gated(x, gate)
+        added = products.Product(pack(weight), biases if bias else None).added(x, beside)
     expected = elementwise.activated_reference(gates, gate) * others
     torch.testing.assert_close(gated.double(), expected, atol=4 * atol, rtol=4 * rtol)
     torch.testing.assert_close(added.double(), wide + beside, atol=2 * atol, rtol=2 * rtol)
     at = rows // 2
-    alone = products.linear_gated(x[at : at + 1], pack(weight[order]), biases[order] if bias else None, gate)
+    alone = layer.gated(x[at : at + 1], gate)
     if not tiles:
         assert torch.equal(alone[0], gated[at])
 
@@ -208,11 +213,11 @@ def test_layers_in_blocks_have_the_bits_of_expanded_ones(
     norm = products.Norm(torch.randn(len(plain)), torch.randn(len(plain)), 1e-12)
 
     def results(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
-        weights = products.pack_bfloat16(matrix)
-        yield products.linear(x, weights, bias, gelu=True)
-        yield products.linear_added(x, weights, None, beside)
-        yield products.linear_norm(x, beside, weights, bias, norm)
-        yield products.linear_gated(x, products.pack_bfloat16(matrix[order]), None, "silu")
+        layer = products.Product(products.pack_bfloat16(matrix), bias)
+        yield layer.linear(x, gelu=True)
+        yield products.Product(layer.weights, None).added(x, beside)
+        yield layer.linear_norm(x, beside, norm)
+        yield products.Product(products.pack_bfloat16(matrix[order]), None).gated(x, "silu")
         yield torch.nn.functional.linear(x.float(), matrix)
 
     with amx(tiles):
@@ -232,28 +237,23 @@ def test_nothing_changes_or_misreads_weights_in_blocks() -> None:
 
 @needs_kernels
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    x, weights = torch.ones(5, 8), products.pack_float32(torch.ones(16, 8))
+    x, layer = torch.ones(5, 8), products.Product(products.pack_float32(torch.ones(16, 8)), None)
     with pytest.raises(ValueError, match="multiple of 32"):
-        products.linear_gated(x, weights, None, "silu")
+        layer.gated(x, "silu")
     with pytest.raises(ValueError, match="cannot be added"):
-        products.linear_added(x, weights, None, torch.ones(1, 16))
+        layer.added(x, torch.ones(1, 16))
     norm = products.Norm(torch.ones(16).bfloat16(), torch.ones(16), 1e-5)
     with pytest.raises(ValueError, match="float32"):
-        products.linear_norm(x, torch.ones(5, 16), weights, None, norm)
+        layer.linear_norm(x, torch.ones(5, 16), norm)
     with pytest.raises(ValueError, match="cosines"):
         elementwise.norm_rotary_(torch.ones(4, 3, 16), torch.ones(1, 16), torch.ones(1, 16), (1, 1), None)
-
-
-def test_a_gated_layer_has_whole_groups_of_columns() -> None:
     assert products.gated_order(32).tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
     with pytest.raises(ValueError, match="20 columns"):
         products.gated_order(20)
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "check", [kernel_checks.check_layer_norm, kernel_checks.check_rms_norm, kernel_checks.check_norm_rotary]
-)
+@pytest.mark.parametrize("check", [kernel_checks.check_norm, kernel_checks.check_norm_rotary])
 def test_norms_and_rotations_equal_plain_torch(check: Callable[[str], None]) -> None:
     check("cpu")
 
@@ -262,7 +262,8 @@ def test_norms_and_rotations_equal_plain_torch(check: Callable[[str], None]) -> 
 def test_rows_are_normed_and_turned_to_the_same_bits_alone() -> None:
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(9, 100, generator=random).bfloat16(), torch.randn(100, generator=random)
-    assert torch.equal(elementwise.rms_norm(x, weight, 1e-6)[4:5], elementwise.rms_norm(x[4:5], weight, 1e-6))
+    normed, alone = (elementwise.norm(each, weight, None, 1e-6, is_centered=False) for each in (x, x[4:5]))
+    assert torch.equal(normed[4:5], alone)
     qkv, angles = torch.randn(9, 6, 64, generator=random), torch.randn(2, 9, 64, generator=random)
     alone = qkv[4:5].clone()
     elementwise.norm_rotary_(qkv, *angles, (4, 1), None)
@@ -323,16 +324,6 @@ def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) ->
 # The same bits, whatever is computed beside a row or a sequence, and on however many threads
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @needs_kernels
 @pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
 # Whole tiles and such as leave something over, and rows that lie at distances of 2 KiB.
@@ -343,20 +334,21 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
 def test_rows_keep_bits_among_others(pack: Pack, tiles: bool, inputs: int, columns: int, ending: str) -> None:
     x, weight, bias = random_layer((700, inputs, columns), pack(torch.zeros(1, 1)).dtype)
-    weights, norm = pack(weight), products.Norm(torch.randn(columns), torch.randn(columns), 1e-12)
+    product = products.Product(pack(weight), bias)
+    norm = products.Norm(torch.randn(columns), torch.randn(columns), 1e-12)
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         if ending == "norm":
-            return products.linear_norm(rows, rows.repeat(1, columns)[:, :columns], weights, bias, norm)
-        return products.linear(rows, weights, bias, gelu=ending == "gelu")
+            return product.linear_norm(rows, rows.repeat(1, columns)[:, :columns], norm)
+        return product.linear(rows, gelu=ending == "gelu")
 
     with amx(tiles):
         everything = layer(x)
         for count in (1, 2, 7, 12, 13, 16, 17, 31, 33, 48, 65, 200, 511):
             assert torch.equal(layer(x[:count]), everything[:count]), count
         for number, count in itertools.product((1, 3), (1, 5, 64, 700)):
-            with threads(number):
-                assert torch.equal(layer(x[:count]), everything[:count]), (number, count)
+            torch.set_num_threads(number)
+            assert torch.equal(layer(x[:count]), everything[:count]), (number, count)
 
 
 @needs_kernels
@@ -379,7 +371,7 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     q, k, v = (kernel_checks.random_heads(n, sum(lengths), head_dim, dtype, i) for i, n in enumerate(counts))
     qkv = QKV(q, k, v, 0.2, window)
     everything = full(OURS, qkv, side_by_side(lengths))
-    with threads(1):
+    with one_thread():
         assert torch.equal(full(OURS, qkv, side_by_side(lengths)), everything)
     for first, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
         rows = slice(first, first + length)
@@ -405,10 +397,6 @@ def test_the_first_with_a_wrong_number_is_found(dtype: torch.dtype) -> None:
 
 
 TOWER_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 @needs_kernels
