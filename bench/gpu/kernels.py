@@ -414,7 +414,7 @@ class Drawn:
     exact: torch.Tensor
     pairs: int
 
-    def by(self, backend: AttentionBackend[Any]) -> Callable[[QKV], Run]:
+    def by(self, backend: AttentionBackend) -> Callable[[QKV], Run]:
         """Attention by a backend."""
         metadata = backend.prepare(self.layout, self.exact.device)
         return lambda qkv: partial(backend.full, qkv, metadata)

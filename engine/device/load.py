@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -70,7 +69,6 @@ log = logging.getLogger(__name__)
 # A start waits this long for the newest disk entries to be in memory.
 _WARMING_SECONDS = 0.5
 
-Backend = AttentionBackend[Any]
 
 _LOOK_SECONDS = 0.02
 # At exit the process waits this long for loads that still run.
@@ -530,7 +528,7 @@ def _widen(model: LoadedModel) -> None:
         module.float()
 
 
-def _in_float32(backend: Backend) -> Backend:
+def _in_float32(backend: AttentionBackend) -> AttentionBackend:
     """The backend itself, or plain torch if it lacks float32, to prove layout, positions and masks."""
     if backend.supports_float32:
         return backend

@@ -413,7 +413,7 @@ class GraphedRunner(FasterRunner):
 
 def with_graphs(
     runner: PackedRunner,
-    backend: AttentionBackend[Any],
+    backend: AttentionBackend,
     device: torch.device,
     samples: Sequence[TokenSequence],
     most: CaptureSize,

@@ -35,7 +35,6 @@ from maxsimd.pooling.sparse import GivenWords, TokenWeights, WordsHead
 from maxsimd.scheduler import Chunk, Step
 
 log = logging.getLogger(__name__)
-Backend = AttentionBackend[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +71,7 @@ Execution = Packed | Padded | OneByOne
 def choose_execution(
     model: LoadedModel,
     device: torch.device,
-    backend: Backend,
+    backend: AttentionBackend,
     samples: Sequence[Sample],
     packing_allowed: bool,
 ) -> Execution:
@@ -100,7 +99,7 @@ def choose_execution(
 
 
 def try_packed(
-    model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
+    model: LoadedModel, device: torch.device, backend: AttentionBackend, samples: Sequence[Sample]
 ) -> Packed | str:
     """Packed execution if it is exact, else a description of the mismatch. Leaves the backbone with packed
     attention if it is, with its own if not."""
@@ -135,7 +134,7 @@ def try_packed(
 
 
 def make_runner(
-    execution: Execution, model: LoadedModel, device: torch.device, backend: Backend
+    execution: Execution, model: LoadedModel, device: torch.device, backend: AttentionBackend
 ) -> ModelRunner:
     if isinstance(execution, Packed):
         return PackedRunner(model, device, backend, execution.cls_only, execution.chunked)
@@ -169,7 +168,7 @@ def _try_padded(model: LoadedModel, device: torch.device, samples: Sequence[Samp
 
 
 def _cls_only_if_exact(
-    model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
+    model: LoadedModel, device: torch.device, backend: AttentionBackend, samples: Sequence[Sample]
 ) -> ClsOnlyLastLayer | None:
     """A last layer that computes first rows alone, if the model needs no others and gives the same; else
     None, with the backbone unchanged."""
@@ -187,7 +186,7 @@ def _cls_only_if_exact(
 
 
 def _is_exact_in_parts(
-    model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
+    model: LoadedModel, device: torch.device, backend: AttentionBackend, samples: Sequence[Sample]
 ) -> bool:
     """Whether the longest sample may be cut into chunks and begin with a shared prefix."""
     longest = max(samples, key=lambda sample: len(sample.sequence))

@@ -103,7 +103,7 @@ class StepAttention:
     """The attention of one step, which every layer gets: a backend with its metadata, and the last layer if
     it computes first rows alone. `windows` collects the windows that layers ask for."""
 
-    backend: AttentionBackend[Any]
+    backend: AttentionBackend
     metadata: AttentionMetadata
     cls_only: ClsOnlyLastLayer | None = None
     windows: set[int | None] = field(default_factory=set)
@@ -241,7 +241,7 @@ class PackedRunner(ModelRunner):
         self,
         model: LoadedModel,
         device: torch.device,
-        backend: AttentionBackend[Any],
+        backend: AttentionBackend,
         cls_only: ClsOnlyLastLayer | None = None,
         chunked: bool | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,22 @@ class AttentionMetadata:
         """The first row of each whole sequence, int64 [sequences]."""
         return to_device(torch.from_numpy(self.layout.whole_sequences[:, 0].copy()), self.device)
 
+    @cached_property
+    def hidden_keys(self) -> dict[Group, torch.Tensor]:
+        """The padding and masked keys of each group that has any: bool [count, 1, 1, columns], over the
+        columns from the end of its shortest sequence on."""
+        hidden = {}
+        for group in self.layout.groups:
+            shortest = min(group.key_lengths)
+            if shortest < group.length:
+                keys = to_device(torch.tensor(group.key_lengths), self.device)
+                columns = torch.arange(shortest, group.length, device=self.device)
+                hidden[group] = (columns[None, :] >= keys[:, None])[:, None, None, :]
+        return hidden
 
-M = TypeVar("M", bound=AttentionMetadata)
 
-
-class AttentionBackend(ABC, Generic[M]):
-    """One way to attend within the sequences of a step, with metadata of its own.
+class AttentionBackend(ABC):
+    """One way to attend within the sequences of a step, with the metadata that its `prepare` makes.
 
     `supports_first_rows` says whether `first_rows` is worth calling, `supports_relative` whether relative
     positions are added, and `supports_causal_ends` whether causal sequences may end in masked tokens."""
@@ -46,25 +56,25 @@ class AttentionBackend(ABC, Generic[M]):
     supports_causal_ends: bool = False
 
     @abstractmethod
-    def prepare(self, layout: Layout, device: torch.device) -> M:
+    def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
         """The metadata of a step."""
 
     @abstractmethod
-    def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
         """Attention within each whole sequence: [rows, heads, head_dim]. The rows of `qkv` after those of
         `layout.groups` are padding, whose result has no meaning."""
 
-    def first_rows(self, qkv: QKV, metadata: M) -> torch.Tensor:
+    def first_rows(self, qkv: QKV, metadata: Any) -> torch.Tensor:
         """Computes what `full` does, but only the result for the first row of each sequence counts."""
         return self.full(qkv, metadata)
 
     @abstractmethod
-    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         """Attention of each of `layout.prefill_chunks` to its context: all keys and values of its sequence up
         to and including the chunk. Writes these rows of `out` [rows, heads, head_dim]."""
 
     @abstractmethod
-    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         """Attention of each sequence in `layout.shared_groups` to its group's prefix and then to itself.
         `prefixes` has one entry per group. Writes these rows of `out` [rows, heads, head_dim]."""
 
@@ -82,10 +92,18 @@ class CaptureSize:
         return f"{self.rows} rows and {self.sequences} sequences"
 
 
-class OneByOneAttention(AttentionBackend[M]):
-    """torch's own attention, one sequence at a time, for any metadata."""
+class OneByOneBackend(AttentionBackend):
+    """torch's own attention, one sequence at a time, with rows end to end: the reference."""
 
-    def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
+    name = "one by one"
+    supports_relative = True
+    supports_causal_ends = True
+    arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
+
+    def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
+        return AttentionMetadata(layout, device)
+
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
         out = torch.zeros_like(qkv.new_output())
         layout = metadata.layout
         for group in layout.groups:
@@ -96,11 +114,11 @@ class OneByOneAttention(AttentionBackend[M]):
                 out[rows] = attend_one(qkv, rows, kv, layout.causal)
         return out
 
-    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         for chunk, context in zip(metadata.layout.prefill_chunks, contexts, strict=True):
             out[chunk.rows] = attend_one(qkv, chunk.rows, context, causal=True)
 
-    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
             for start in range(group.rows.start, group.rows.stop, group.length):
                 rows = slice(start, start + group.length)
@@ -108,18 +126,6 @@ class OneByOneAttention(AttentionBackend[M]):
                 key = torch.cat([prefix.key, own.key], dim=1)
                 value = torch.cat([prefix.value, own.value], dim=1)
                 out[rows] = attend_one(qkv, rows, KV(key, value), causal=True)
-
-
-class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
-    """The reference, with rows end to end."""
-
-    name = "one by one"
-    supports_relative = True
-    supports_causal_ends = True
-    arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
-
-    def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
-        return AttentionMetadata(layout, device)
 
 
 def attend_one(qkv: QKV, rows: slice, kv: KV, causal: bool) -> torch.Tensor:
@@ -163,65 +169,11 @@ ROW_MULTIPLE = 32
 GROUPED_ROWS = Arrangement(groups_whole=True, groups_shared=True, row_multiple=ROW_MULTIPLE)
 
 
-class GroupedMetadata(AttentionMetadata):
-    """The keys of each group that are padding or masked."""
-
-    @cached_property
-    def hidden_keys(self) -> dict[Group, torch.Tensor]:
-        """The hidden keys of each group that has any: bool [count, 1, 1, columns], over the columns from the
-        end of its shortest sequence on."""
-        hidden = {}
-        for group in self.layout.groups:
-            shortest = min(group.key_lengths)
-            if shortest < group.length:
-                keys = to_device(torch.tensor(group.key_lengths), self.device)
-                columns = torch.arange(shortest, group.length, device=self.device)
-                hidden[group] = (columns[None, :] >= keys[:, None])[:, None, None, :]
-        return hidden
-
-
-G = TypeVar("G", bound=GroupedMetadata)
-
-
-class GroupedAttention(OneByOneAttention[G]):
-    """Batched products for each group of similar sequences; chunks of cut sequences one by one."""
-
-    def full(self, qkv: QKV, metadata: G) -> torch.Tensor:
-        out = qkv.new_output()
-        qkv = _for_products(qkv)
-        layout = metadata.layout
-        attend = _causal if layout.causal else _bidirectional
-        for group in layout.groups:
-            attended = attend(_batched(qkv, group), group, metadata)
-            _rows_of(out, group).copy_(attended.transpose(1, 2))
-        out[layout.groups[-1].rows.stop :] = 0
-        return out
-
-    def first_rows(self, qkv: QKV, metadata: G) -> torch.Tensor:
-        out = qkv.new_output()
-        qkv = _for_products(qkv)
-        for group in metadata.layout.groups:
-            whole = _batched(qkv, group)
-            first = replace(whole, query=whole.query[:, :, :1])
-            _rows_of(out, group)[:, 0] = _bidirectional(first, group, metadata)[:, :, 0]
-        return out
-
-    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
-        super().with_prefill_kv(_for_products(qkv), [_kv_for_products(kv) for kv in contexts], metadata, out)
-
-    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
-        qkv = _for_products(qkv)
-        for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
-            attended = _attend_behind_prefix(_batched(qkv, group), _kv_for_products(prefix))
-            _rows_of(out, group).copy_(attended.transpose(1, 2))
-
-
-class GroupedBackend(GroupedAttention[GroupedMetadata]):
-    """Attention in plain torch. Its arrangement and support are options, so that it can stand in for another
-    backend in the self-check."""
+class GroupedBackend(OneByOneBackend):
+    """Attention in plain torch, by batched products for each group of similar sequences. Its arrangement and
+    support are options, so that it can stand in for another backend in the self-check."""
 
     name = "grouped"
-    supports_relative = True
 
     def __init__(
         self,
@@ -234,8 +186,34 @@ class GroupedBackend(GroupedAttention[GroupedMetadata]):
         self.supports_first_rows = supports_first_rows
         self.supports_causal_ends = supports_causal_ends
 
-    def prepare(self, layout: Layout, device: torch.device) -> GroupedMetadata:
-        return GroupedMetadata(layout, device)
+    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        out = qkv.new_output()
+        qkv = _for_products(qkv)
+        layout = metadata.layout
+        attend = _causal if layout.causal else _bidirectional
+        for group in layout.groups:
+            attended = attend(_batched(qkv, group), group, metadata)
+            _rows_of(out, group).copy_(attended.transpose(1, 2))
+        out[layout.groups[-1].rows.stop :] = 0
+        return out
+
+    def first_rows(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
+        out = qkv.new_output()
+        qkv = _for_products(qkv)
+        for group in metadata.layout.groups:
+            whole = _batched(qkv, group)
+            first = replace(whole, query=whole.query[:, :, :1])
+            _rows_of(out, group)[:, 0] = _bidirectional(first, group, metadata)[:, :, 0]
+        return out
+
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
+        super().with_prefill_kv(_for_products(qkv), [_kv_for_products(kv) for kv in contexts], metadata, out)
+
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
+        qkv = _for_products(qkv)
+        for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
+            attended = _attend_behind_prefix(_batched(qkv, group), _kv_for_products(prefix))
+            _rows_of(out, group).copy_(attended.transpose(1, 2))
 
 
 def _for_products(qkv: QKV) -> QKV:
@@ -268,7 +246,7 @@ def _batched(qkv: QKV, group: RowGroup) -> QKV:
     return replace(qkv, query=query, key=key, value=value)
 
 
-def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
+def _bidirectional(qkv: QKV, group: Group, metadata: AttentionMetadata) -> torch.Tensor:
     """All or the first queries [n, heads, tokens, head_dim] of a group against its keys and values."""
     n, heads, tokens, head_dim = qkv.query.shape
     key, value = repeat_heads(qkv.key, qkv.query), repeat_heads(qkv.value, qkv.query)
@@ -298,7 +276,7 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
     return attended
 
 
-def _causal(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
+def _causal(qkv: QKV, group: Group, metadata: AttentionMetadata) -> torch.Tensor:
     """Causal attention of each sequence of a group. The padding comes last, so no token sees it."""
     _refuse_relative(qkv)
     length = qkv.query.shape[2]

@@ -54,7 +54,7 @@ class CompiledMetadata(AttentionMetadata):
         )
 
 
-class CompiledBackend(AttentionBackend[CompiledMetadata]):
+class CompiledBackend(AttentionBackend):
     """Attention by our kernel, in one call for all sequences."""
 
     name = "compiled"

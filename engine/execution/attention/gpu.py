@@ -11,13 +11,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedAttention, GroupedMetadata
+from maxsimd.engine.execution.attention.backend import AttentionMetadata, CaptureSize, GroupedBackend
 from maxsimd.engine.execution.layout import Arrangement, Group, Layout, PrefillKV
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
@@ -55,7 +55,7 @@ class Launch:
 
 
 @dataclass(frozen=True, eq=False)
-class TritonMetadata(GroupedMetadata):
+class TritonMetadata(AttentionMetadata):
     """The launches of the kernel. In a CUDA graph that of whole sequences is `captured`."""
 
     captured: Launch | None = field(default=None, kw_only=True)
@@ -86,13 +86,22 @@ class TritonMetadata(GroupedMetadata):
         return tuple((index, Launch(np.array(table), True, self.device)) for index, table in found.values())
 
 
-T = TypeVar("T", bound=TritonMetadata)
+class TritonBackend(GroupedBackend):
+    """Attention by our kernel, with rows end to end: a launch over all whole sequences, one for each prefill
+    chunk, and one for each shared prefix. `first_rows` would launch as many blocks for one query each, so it
+    is not supported. Plain torch runs what the kernel does not take."""
 
+    name = "triton"
+    supports_relative = False
 
-class TritonAttention(GroupedAttention[T]):
-    """One launch over all whole sequences, one a prefill chunk, and one a shared prefix."""
+    def __init__(self, *, groups_shared: bool = False) -> None:
+        arrangement = Arrangement(groups_whole=False, groups_shared=groups_shared, row_multiple=1)
+        super().__init__(arrangement, supports_first_rows=False, supports_causal_ends=False)
 
-    def full(self, qkv: QKV, metadata: T) -> torch.Tensor:
+    def prepare(self, layout: Layout, device: torch.device) -> TritonMetadata:
+        return TritonMetadata(layout, device)
+
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
         if not _kernel_takes(qkv):
             if metadata.captured is not None:
                 raise NotImplementedError("plain attention cannot be replayed for other sequences")
@@ -103,7 +112,7 @@ class TritonAttention(GroupedAttention[T]):
         attention(qkv, metadata.whole_blocks(qkv), metadata.layout.causal, out)
         return out
 
-    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: T, out: torch.Tensor) -> None:
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         if not _kernel_takes(qkv):
             super().with_prefill_kv(qkv, contexts, metadata, out)
             return
@@ -114,7 +123,7 @@ class TritonAttention(GroupedAttention[T]):
             of_chunk = QKV(qkv.query[:, chunk.rows], *context, qkv.scaling, qkv.window)
             attention(of_chunk, launch.blocks_for(of_chunk), True, out[chunk.rows])
 
-    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: T, out: torch.Tensor) -> None:
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: Any, out: torch.Tensor) -> None:
         if not _kernel_takes(qkv):
             super().shared_prefix(qkv, prefixes, metadata, out)
             return
@@ -125,18 +134,7 @@ class TritonAttention(GroupedAttention[T]):
             blocks = launch.blocks_for(qkv, prefix.key.shape[1])
             attention(qkv, blocks, True, out, prefix)
 
-
-class TritonBackend(TritonAttention[TritonMetadata]):
-    """Attention by our kernel, with rows end to end. `first_rows` would launch as many blocks for one query
-    each, so it is not supported."""
-
-    name = "triton"
-    arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
-
-    def prepare(self, layout: Layout, device: torch.device) -> TritonMetadata:
-        return TritonMetadata(layout, device)
-
-    def prepare_for_capture(self, tried: TritonMetadata, size: CaptureSize) -> "StaticBlocks | None":
+    def prepare_for_capture(self, tried: Any, size: CaptureSize) -> "StaticBlocks | None":
         """Metadata for steps of a size; None if a graph would cost more than it saves."""
         return StaticBlocks(tried, size)
 
@@ -218,21 +216,19 @@ class VarlenMetadata(TritonMetadata):
     key_lengths: torch.Tensor | None
 
 
-class _LibraryAttention(TritonAttention[VarlenMetadata]):
+class _LibraryBackend(TritonBackend):
     supports_float32 = False
 
     def __init__(self, device: torch.device) -> None:
         # Without Triton plain torch attends to shared prefixes, in groups.
-        self.arrangement = Arrangement(
-            groups_whole=False, groups_shared=not triton_ops.runs_on(device), row_multiple=1
-        )
+        super().__init__(groups_shared=not triton_ops.runs_on(device))
 
     def prepare(self, layout: Layout, device: torch.device) -> VarlenMetadata:
         offsets = to_device(_offsets(layout, len(layout.whole_sequences)), device)
         key_lengths = None if layout.attends_to_all else to_device(_key_lengths(layout), device)
         return VarlenMetadata(layout, device, offsets, key_lengths)
 
-    def full(self, qkv: QKV, metadata: VarlenMetadata) -> torch.Tensor:
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
         options = self._options(qkv, metadata)
         if options is None:
             return super().full(qkv, metadata)
@@ -251,12 +247,12 @@ class _LibraryAttention(TritonAttention[VarlenMetadata]):
         """The library's function: [rows, heads, head_dim]."""
 
 
-class VarlenBackend(_LibraryAttention):
+class VarlenBackend(_LibraryBackend):
     """Attention by torch's kernel, which may be captured in a CUDA graph."""
 
     name = "varlen"
 
-    def prepare_for_capture(self, tried: VarlenMetadata, size: CaptureSize) -> "StaticVarlen | None":
+    def prepare_for_capture(self, tried: Any, size: CaptureSize) -> "StaticVarlen | None":
         # The kernel is launched for the longest possible sequence, ours for the blocks of a step: ours is
         # better if sequences may be long.
         blocks = size.sequences * -(-size.longest // _QUERIES_OF_A_BLOCK)
@@ -285,7 +281,7 @@ class VarlenBackend(_LibraryAttention):
         return out
 
 
-class FlashBackend(_LibraryAttention):
+class FlashBackend(_LibraryBackend):
     """Attention by flash-attn's kernel, for sequences that see all of their keys."""
 
     name = "flash"

@@ -11,7 +11,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.attention.backend import AttentionBackend, GroupedBackend, M, OneByOneBackend
+from maxsimd.engine.execution.attention.backend import AttentionBackend, GroupedBackend, OneByOneBackend
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
 from maxsimd.engine.execution.attention.gpu import (
     FlashBackend,
@@ -28,12 +28,11 @@ from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
 
 log = logging.getLogger(__name__)
-Backend = AttentionBackend[Any]
 
 
 def choose_attention(
     name: str, model: LoadedModel, device: torch.device, dtype: torch.dtype, compiled: bool
-) -> Backend:
+) -> AttentionBackend:
     """The backend for a name: auto, varlen, flash, triton or torch.
 
     `auto` takes the fastest that agrees with plain torch on random sequences, and warns of those that do not.
@@ -75,9 +74,9 @@ def choose_attention(
     return right[chosen]
 
 
-def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Backend]]:
+def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], AttentionBackend]]:
     """The backends for GPUs that can run on a device, preferred first."""
-    found: dict[str, Callable[[], Backend]] = {}
+    found: dict[str, Callable[[], AttentionBackend]] = {}
     if triton_ops.runs_on(device):
         # First, because CUDA graphs of any size can be captured with it.
         found["triton"] = TritonBackend
@@ -99,12 +98,19 @@ _CHUNK = 9
 
 
 def find_mismatch(
-    backend: AttentionBackend[Any], model: LoadedModel, device: torch.device, dtype: torch.dtype
+    backend: AttentionBackend, model: LoadedModel, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """None if random sequences attend as one by one in float32, else a description of the mismatch. A causal
     model also has a chunk of a cut sequence, and sequences after a shared prefix."""
-    exact = _random_qkv(model, dtype)
-    query, key, value = (x.to(device, dtype) for x in (exact.query, exact.key, exact.value))
+    heads, kv_heads, head_dim, window = head_shape(model)
+    random = torch.Generator().manual_seed(0)
+    # Float32 values that the precision represents exactly.
+    query, key, value = (
+        torch.randn(n, _ROWS, head_dim, generator=random, dtype=torch.float32).to(dtype).float()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    exact = QKV(query, key, value, head_dim**-0.5, window)
+    query, key, value = (x.to(device, dtype) for x in (query, key, value))
     ours = QKV(query, key, value, exact.scaling, exact.window)
     try:
         differences = [
@@ -131,7 +137,7 @@ def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
     return heads, kv_heads, head_dim, window if isinstance(window, int) else None
 
 
-def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
+def _attended(backend: AttentionBackend, qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
     """A backend's results for the parts of a layout. The prefix and the context have all keys and values."""
     metadata, kv = backend.prepare(layout, qkv.query.device), KV(qkv.key, qkv.value)
     if layout.groups:
@@ -146,33 +152,15 @@ def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterato
 
 def _layouts(causal: bool) -> Iterator[Layout]:
     """Whole sequences that see all of their keys; then fewer, or for a causal model chunks and prefixes."""
-    yield Layout(causal, _groups(all_keys=True))
+    shapes = list(zip(_FIRST_ROWS, _SHAPES, strict=True))
+    yield Layout(causal, tuple(Group(row, 1, rows, (rows,)) for row, (rows, _) in shapes))
     if not causal:
-        yield Layout(False, _groups(all_keys=False))
+        yield Layout(False, tuple(Group(row, 1, rows, (keys,)) for row, (rows, keys) in shapes))
         return
     chunk = PrefillChunk(_ROWS - _CHUNK, _ROWS - _CHUNK, _ROWS, PrefillKV(), is_stored=False)
     yield Layout(True, prefill_chunks=(chunk,))
     prefix = PrefillKV()
-    shared = (SharedGroup(row, 1, rows, prefix) for row, (rows, _) in zip(_FIRST_ROWS, _SHAPES, strict=True))
-    yield Layout(True, shared_groups=tuple(shared))
-
-
-def _groups(*, all_keys: bool) -> tuple[Group, ...]:
-    return tuple(
-        Group(row, 1, rows, (rows if all_keys else keys,))
-        for row, (rows, keys) in zip(_FIRST_ROWS, _SHAPES, strict=True)
-    )
-
-
-def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
-    """Random float32 values that the precision represents exactly, for the model's heads."""
-    heads, kv_heads, head_dim, window = head_shape(model)
-    random = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(n, _ROWS, head_dim, generator=random, dtype=torch.float32).to(dtype).float()
-        for n in (heads, kv_heads, kv_heads)
-    )
-    return QKV(query, key, value, head_dim**-0.5, window)
+    yield Layout(True, shared_groups=tuple(SharedGroup(row, 1, rows, prefix) for row, (rows, _) in shapes))
 
 
 # Tokens of the timed sequences: 16,384 in all, as in a full step, truncated to the model's limit. A quarter
@@ -198,7 +186,7 @@ def fastest(milliseconds: Mapping[str, float]) -> str:
 
 @torch.inference_mode()
 def time_backends(
-    backends: Mapping[str, AttentionBackend[Any]],
+    backends: Mapping[str, AttentionBackend],
     model: LoadedModel,
     device: torch.device,
     dtype: torch.dtype,

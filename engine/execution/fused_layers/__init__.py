@@ -66,17 +66,12 @@ class FusedSelfAttention(nn.Module):
         return out.reshape(1, rows, -1), None
 
 
-class FusedIntermediate(nn.Module):
+class FusedIntermediate(GeluLinear):
     """The first product of a feed-forward with its GELU."""
-
-    def __init__(self, product: GeluLinear) -> None:
-        super().__init__()
-        self.product = product
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[1, rows, hidden] to [1, rows, intermediate]."""
-        made: torch.Tensor = self.product(hidden_states[0])
-        return made[None]
+        return super().forward(hidden_states[0])[None]
 
 
 class FusedOutput(nn.Module):
@@ -116,9 +111,8 @@ def fused_intermediate(module: Any) -> FusedIntermediate | None:
         return None
     if not is_exact_gelu(module.intermediate_act_fn):
         return None
-    product = GeluLinear(module.dense)
-    fused = FusedIntermediate(product)
-    same = product.joined and _give_the_same(fused, module, (module.dense.in_features,))
+    fused = FusedIntermediate(module.dense)
+    same = fused.joined and _give_the_same(fused, module, (module.dense.in_features,))
     return fused if same else None
 
 

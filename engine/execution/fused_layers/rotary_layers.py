@@ -141,20 +141,8 @@ def _kernel_weight(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
 
 
-class _Plain(nn.Module):
-    """The first product of a feed-forward, and its activation in another launch."""
-
-    def __init__(self, up: nn.Module, activation: nn.Module) -> None:
-        super().__init__()
-        self.up, self.activation = up, activation
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] to [rows, inner]."""
-        activated: torch.Tensor = self.activation(self.up(x))
-        return activated
-
-
-_Wide: TypeAlias = GeluLinear | _Plain | Gated
+# Two modules in turn are the first product of a feed-forward, and its activation in another launch.
+_Wide: TypeAlias = GeluLinear | nn.Sequential | Gated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -356,7 +344,7 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
     made = sum(linear.out_features for linear in up)
     if made == inner and len(up) == 1 and activation is not None:
         product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
-        return product if product is not None and product.joined else _Plain(up[0], activation)
+        return product if product is not None and product.joined else nn.Sequential(up[0], activation)
     name = _activation_name(activation)
     return Gated(joined_linear(up), name) if made == 2 * inner and name is not None else None
 

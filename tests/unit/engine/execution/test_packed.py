@@ -27,7 +27,7 @@ RAGGED = OneByOneBackend.arrangement
 CPU = torch.device("cpu")
 
 
-def full(backend: AttentionBackend[Any], qkv: QKV, layout: layouts.Layout) -> torch.Tensor:
+def full(backend: AttentionBackend, qkv: QKV, layout: layouts.Layout) -> torch.Tensor:
     return backend.full(qkv, backend.prepare(layout, qkv.query.device))
 
 
@@ -43,7 +43,7 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
 
 
 def laid_out(
-    lengths: list[int], attended: list[int] | None = None, backend: AttentionBackend[Any] = GROUPED,
+    lengths: list[int], attended: list[int] | None = None, backend: AttentionBackend = GROUPED,
     causal: bool = False, position_offset: int = 0,
 ) -> layouts.PackedBatch:  # fmt: skip
     return layouts.lay_out(
@@ -141,7 +141,7 @@ def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None
         name: {chunk: torch.randn(heads, len(chunk), 8, generator=random) for chunk in step.chunks}
         for name, heads in (("q", kv_heads * repeats), ("k", kv_heads), ("v", kv_heads))
     }
-    backends: tuple[AttentionBackend[Any], ...] = (GROUPED, OneByOneBackend())
+    backends: tuple[AttentionBackend, ...] = (GROUPED, OneByOneBackend())
     for backend in backends:
         batch = layouts.lay_out(step, {}, causal=causal, arrangement=backend.arrangement, position_offset=0)
         rows = len(batch.input_ids)
@@ -185,7 +185,7 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.Monke
     )
     shared = layouts.Layout(True, shared_groups=(layouts.SharedGroup(0, 2, 5, layouts.PrefillKV()),))
 
-    def attended(backend: AttentionBackend[Any], cast: torch.dtype) -> torch.Tensor:
+    def attended(backend: AttentionBackend, cast: torch.dtype) -> torch.Tensor:
         qkv, context = QKV(q.to(cast), k.to(cast), v.to(cast), 0.25), KV(*(x.to(cast) for x in before))
         outputs = [qkv.new_output().zero_() for _ in range(2)]
         backend.with_prefill_kv(qkv, [context], backend.prepare(chunk, CPU), outputs[0])

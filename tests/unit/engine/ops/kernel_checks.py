@@ -271,7 +271,7 @@ class Attention:
     qkv: QKV
     contexts: Sequence[KV] = ()
 
-    def by(self, backend: AttentionBackend[Any], device: str = "cpu") -> torch.Tensor:
+    def by(self, backend: AttentionBackend, device: str = "cpu") -> torch.Tensor:
         qkv, metadata = qkv_on(self.qkv, device), backend.prepare(self.layout, torch.device(device))
         if self.layout.groups:
             return backend.full(qkv, metadata)
