@@ -22,7 +22,6 @@ from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task, is_causa
 from maxsimd.engine.checkpoint.reading import LibraryReader, TemplateReader
 from maxsimd.engine.checkpoint.reference import (
     ClassifierReference,
-    FirstWordReference,
     ModulesReference,
     WordLogitsReference,
 )
@@ -482,10 +481,11 @@ def load_encoder_decoder(
         template = ScoreTemplate(family.segments, trailing_ids=trailing, source=family.example)
     # Before the reference, which leaves only the rows of the two words in the model's output layer.
     head = TokenLogitsHead(model, words, family.words)
+    reference = WordLogitsReference(model, tokenizer, head.output)
     return {
         "backbone": AnsweringDecoder(model),
         "tokenizer": tokenizer,
-        "tasks": {"classify": Task("cls", head, 1, False, FirstWordReference(model, tokenizer, head.output))},
+        "tasks": {"classify": Task("cls", head, 1, False, reference)},
         "score_task": "classify",
         "activation": family.activation,
         "labels": (family.true,),

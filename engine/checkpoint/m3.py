@@ -22,7 +22,7 @@ from maxsimd.engine.checkpoint.detect import weighs_words
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, one_line
 from maxsimd.engine.checkpoint.heads import Dense, ModuleHead, Normalize, linear_of
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
-from maxsimd.engine.checkpoint.reference import HiddenStatesReference, StatesReference
+from maxsimd.engine.checkpoint.reference import StatesReference
 from maxsimd.engine.checkpoint.weights import files_of_tensors, refuse_not_finite, tensor_names
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -120,7 +120,7 @@ def with_layers(
                 f"{tasks['embed'].pooling}, which does not; move that file away, or correct the pooling"
             )
         head = ModuleHead([made[TOKENS], Normalize()], _TOKEN_FEATURE)
-        reference = HiddenStatesReference(backbone, tokenizer, head)
+        reference = StatesReference(backbone, tokenizer, head)
         tasks["token_embed"] = Task("all", head, made[TOKENS].linear.out_features, True, reference)
     if SPARSE in made:
         # FlagEmbedding gives these no weight.

@@ -25,100 +25,86 @@ class Reference(Protocol):
 MorePictures: TypeAlias = Callable[[TokenSequence], dict[str, torch.Tensor]] | None
 
 
-class StatesReference:
-    """Base of the references that apply a `head` to a backbone's last hidden states. `pictures` makes the
-    inputs for those of a sequence."""
-
-    def __init__(self, backbone: Any, tokenizer: Any, head: Any) -> None:
-        self.pictures: MorePictures = None
-        self._backbone = backbone
-        self._tokenizer = tokenizer
-        self._head = head
-
-    def _states(self, sequence: TokenSequence) -> torch.Tensor:
-        """The last hidden states [tokens, hidden] in float32."""
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        if self.pictures is not None:
-            inputs |= self.pictures(sequence)
-        states: torch.Tensor = self._backbone(**inputs).last_hidden_state[0].float()
-        return states
-
-
-class ClassifierReference:
-    """The logits [1, labels] of a transformers model with a head for classification."""
+class ModelReference:
+    """Base of the references that run a transformers `model`. `pictures` makes the inputs for those of a
+    sequence."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.pictures: MorePictures = None
         self.model = model
         self._tokenizer = tokenizer
 
+    def _inputs(self, sequence: TokenSequence) -> dict[str, Any]:
+        inputs: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, self.model))
+        return inputs if self.pictures is None else inputs | self.pictures(sequence)
+
+
+class StatesReference(ModelReference):
+    """Pools a backbone's last hidden states and applies a head: [1, dim]. `pooling` names methods, whose
+    vectors are concatenated. With "all" the head maps each state by itself: [tokens, dim]."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, head: Any, pooling: str = "all") -> None:
+        super().__init__(backbone, tokenizer)
+        self._head = head
+        self._pooling = pooling
+
+    def _states(self, sequence: TokenSequence) -> torch.Tensor:
+        """The last hidden states [tokens, hidden] in float32; fewer rows if the model compresses them."""
+        states: torch.Tensor = self.model(**self._inputs(sequence)).last_hidden_state[0].float()
+        return states
+
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self.model)
-        logits: torch.Tensor = self.model(**inputs).logits
-        return logits.float()
-
-
-class LastStateReference(StatesReference):
-    """A head's output for a backbone's last hidden state: [1, dim]."""
-
-    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        made: torch.Tensor = self._head(self._states(sequence)[-1:])
+        rows = self._states(sequence)
+        if self._pooling != "all":
+            positions = torch.arange(len(rows), device=rows.device)[: sequence.tokens.num_attended]
+            if sequence.tokens.pooled_positions is not None:
+                pooled = torch.from_numpy(sequence.tokens.pooled_positions).to(rows.device)
+                positions = pooled[pooled < sequence.tokens.num_attended]
+            vectors = [_pooled(rows, positions, method) for method in self._pooling.split(CONCATENATED)]
+            rows = torch.cat(vectors)[None]
+        made: torch.Tensor = self._head(rows)
         return made
 
 
-class WordLogitsReference:
-    """A language model's logit of the first of one or two words, minus that of the second: [1, 1]. `output`
-    replaces the model's output layer: it has the rows of these words alone, in float32. `pictures` makes the
-    inputs for those of a sequence."""
-
-    def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
-        self.pictures: MorePictures = None
-        model.set_output_embeddings(output)
-        self._model = model
-        self._tokenizer = tokenizer
+class ClassifierReference(ModelReference):
+    """The logits [1, labels] of a transformers model with a head for classification."""
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, self._model))
-        if self.pictures is not None:
-            inputs |= self.pictures(sequence)
-        if declares(self._model, "logits_to_keep"):
+        logits: torch.Tensor = self.model(**self._inputs(sequence)).logits
+        return logits.float()
+
+
+class WordLogitsReference(ModelReference):
+    """The logit of the first of one or two words, minus that of the second: [1, 1]. A language model says it
+    next, an encoder-decoder first in its answer. `output` replaces the model's output layer: it has the rows
+    of these words alone, in float32."""
+
+    def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
+        super().__init__(model, tokenizer)
+        model.set_output_embeddings(output)
+
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
+        inputs = self._inputs(sequence)
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            start = torch.full((1, 1), self.model.config.decoder_start_token_id)
+            inputs |= {"decoder_input_ids": start.to(inputs["input_ids"].device), "use_cache": False}
+        elif declares(self.model, "logits_to_keep"):
             inputs["logits_to_keep"] = 1
-        logits: torch.Tensor = self._model(**inputs).logits[0, -1]  # [words]
+        logits: torch.Tensor = self.model(**inputs).logits[0, -1]  # [words]
         return (logits[:1] - logits[1:].sum()).float()[None]
 
 
-class FirstWordReference:
-    """An encoder-decoder's logit of the first of two words, minus that of the second, as the first word of
-    its answer: [1, 1]. `output` replaces the model's output layer, as in `WordLogitsReference`."""
-
-    def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
-        model.set_output_embeddings(output)
-        self._model = model
-        self._tokenizer = tokenizer
-
-    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._model)
-        start = torch.full((1, 1), self._model.config.decoder_start_token_id)
-        inputs["decoder_input_ids"] = start.to(inputs["input_ids"].device)
-        logits: torch.Tensor = self._model(**inputs, use_cache=False).logits[0, -1]  # [2]
-        return (logits[:1] - logits[1:]).float()[None]
-
-
-class ModulesReference:
+class ModulesReference(ModelReference):
     """The output of sentence-transformers' modules, run one after the other, under the name `feature`:
-    sentence_embedding [1, dim] or token_embeddings [tokens, dim]. `pictures` makes the inputs for those of a
-    sequence."""
+    sentence_embedding [1, dim] or token_embeddings [tokens, dim]."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module], tokenizer: Any, feature: str) -> None:
-        self.pictures: MorePictures = None
+    def __init__(self, modules: Sequence[Any], tokenizer: Any, feature: str) -> None:
+        super().__init__(modules[0].auto_model, tokenizer)
         self._modules = list(modules)
-        self._tokenizer = tokenizer
         self._feature = feature
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        transformer: Any = self._modules[0]
-        features: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, transformer.auto_model))
-        if self.pictures is not None:
-            features |= self.pictures(sequence)
+        features = self._inputs(sequence)
         # The modules after the transformer need the mask, whether or not the transformer takes it.
         if "attention_mask" not in features:
             features["attention_mask"] = torch.ones_like(features["input_ids"])
@@ -158,33 +144,6 @@ class VisualReference:
         }
         rows: torch.Tensor = self._model(**moved).embeddings[0].float()
         return rows
-
-
-class HiddenStatesReference(StatesReference):
-    """A backbone's last hidden states through a head that maps each by itself: [tokens, dim]."""
-
-    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        rows: torch.Tensor = self._head(self._states(sequence))
-        return rows
-
-
-class PooledReference(StatesReference):
-    """Pools a backbone's hidden states and applies a head: [1, dim]. `pooling` names methods, whose vectors
-    are concatenated."""
-
-    def __init__(self, backbone: Any, tokenizer: Any, pooling: str, head: Any) -> None:
-        super().__init__(backbone, tokenizer, head)
-        self._pooling = pooling
-
-    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        rows = self._states(sequence)
-        positions = torch.arange(sequence.tokens.num_attended, device=rows.device)
-        if sequence.tokens.pooled_positions is not None:
-            pooled = torch.from_numpy(sequence.tokens.pooled_positions).to(rows.device)
-            positions = pooled[pooled < sequence.tokens.num_attended]
-        vectors = [_pooled(rows, positions, method) for method in self._pooling.split(CONCATENATED)]
-        made: torch.Tensor = self._head(torch.cat(vectors)[None])
-        return made
 
 
 def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.Tensor:

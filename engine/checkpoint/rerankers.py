@@ -26,7 +26,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import capped, linear_of
 from maxsimd.engine.checkpoint.model import Compression, ListwiseRules, PairRules, Task
 from maxsimd.engine.checkpoint.reading import TemplateReader, TokenizerReader
-from maxsimd.engine.checkpoint.reference import HiddenStatesReference, LastStateReference, PooledReference
+from maxsimd.engine.checkpoint.reference import StatesReference
 from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.checkpoint.translate import POOLING
 from maxsimd.engine.checkpoint.visual_loaders import PICTURE, PictureInputs, for_pictures_alone, vision_of
@@ -77,7 +77,7 @@ def load_layerwise(
     instruction = _PREDICT if is_gemma else family.instruction
     template = template or ScoreTemplate(family.segments, instruction, special_tokens(tokenizer))
     template = replace(template, marks_document=compression is not None)
-    reference = LastStateReference(backbone, tokenizer, head)
+    reference = StatesReference(backbone, tokenizer, head, "last")
     return {
         "backbone": backbone,
         "tokenizer": tokenizer,
@@ -195,7 +195,7 @@ def load_bidirectional_reranker(
     leading = "".join(tokenizer.convert_ids_to_tokens(before))
     segments = (f"{{{{ {leading!r} }}}}", _QUESTION) if leading else (_QUESTION,)
     pooling = MODES[POOLING[files.config.get("pooling", "avg")]]
-    reference = PooledReference(model.model, tokenizer, pooling, head)
+    reference = StatesReference(model.model, tokenizer, head, pooling)
     return {
         "backbone": model.model,
         "tokenizer": tokenizer,
@@ -236,7 +236,7 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
         if tokenizer.convert_tokens_to_ids(marker) in (None, tokenizer.unk_token_id):
             raise ModelLoadError(f"the tokenizer of {path!r} lacks the marker {marker}")
     context = min(int(tokenizer.model_max_length), config.max_position_embeddings)
-    reference = HiddenStatesReference(backbone, tokenizer, head)
+    reference = StatesReference(backbone, tokenizer, head)
     return {
         "backbone": backbone.to(options["device"]),
         "tokenizer": tokenizer,
@@ -296,7 +296,7 @@ def load_jina_m0(path: str, template: ScoreTemplate | None, options: dict[str, A
     hidden = model.config.get_text_config().hidden_size
     head = _score_layers(path, options["revision"], hidden).to(options["device"])
     vision = vision_of(path, model, processor)
-    reference = LastStateReference(model, tokenizer, head)
+    reference = StatesReference(model, tokenizer, head, "last")
     reference.pictures = PictureInputs(vision, next(model.parameters()).device)
     template = template or ScoreTemplate((_TEMPLATE,))
     template = replace(template, picture=PICTURE, trailing_ids=(_SCORE_TOKEN,))
