@@ -1,6 +1,5 @@
 """Describes what the engine would do with a model, without serving it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,9 @@ from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType
 from maxsimd.engine.device.facts import kernels_in_words
-from maxsimd.engine.device.load import DeviceModel, prepare
+from maxsimd.engine.device.load import prepare
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import choose_device
+from maxsimd.engine.execution.devices import choose_device, dtype_name
 from maxsimd.engine.media import Picture
 from maxsimd.engine.ops.cpu.blocks import BlockTensor
 from maxsimd.engine.processors.registry import check_room
@@ -84,6 +83,10 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)
     weights += of_tower
+    plain = weights - prepared.quantized - sum(each.numel() for each in in_blocks)
+    stored = prepared.quantized + sum(each.num_bytes for each in in_blocks)
+    size = plain * prepared.dtype.itemsize + stored
+    chunks = "prefilled in chunks" if prepared.runner.chunked else "whole sequences"
     rows: dict[str, str | list[str]] = {
         "model": model.name,
         "architecture": model.architecture,
@@ -94,10 +97,11 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         **_inputs(model),
         "pictures": _pictures(model),
         "longest input": f"{model.max_tokens} tokens",
-        "attention": "causal, prefilled in chunks" if prepared.runner.chunked else _attention(model),
-        "execution": _execution(prepared),
-        "precision": _precision(prepared, model),
-        "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights, in_blocks) / 1e6:.1f} MB",
+        "attention": f"{'causal' if model.causal else 'bidirectional'}, {chunks}",
+        "execution": prepared.execution + (f": {reason}" if (reason := prepared.not_packed) else ""),
+        "precision": f"{prepared.dtype_name}{', linear layers int8' * bool(prepared.quantized)} "
+        f"(in the file: {model.stored_as or dtype_name(model.file_dtype)})",
+        "weights": f"{weights / 1e6:.1f} million, {size / 1e6:.1f} MB",
         "device": str(device),
         "kernels": kernels_in_words(device, prepared.attention, prepared.maxsim_name),
         "unknown keys": list(model.unknown_keys),
@@ -140,15 +144,13 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
         return rows if reading.scored is None else rows[torch.from_numpy(reading.scored)]
 
     with in_float32(model.encoders), torch.inference_mode():
-        if scorer is not None:
-            prompts = prompt, config.document_prompt
-            if model.encodes_apart:
-                return scorer.scores(_QUERY, _DOCUMENTS, prompts, None, limit)
-            query_text, instruction = in_library_terms(model, config, _QUERY, None)
-            return scorer.scores(query_text, _DOCUMENTS, prompts, instruction, limit)
+        text, instruction = _QUERY, None
         if not model.encodes_apart:
-            query_text, instruction = in_library_terms(model, config, _QUERY, None)
-            readings = [reader.pair(query_text, each, instruction, limit) for each in _DOCUMENTS]
+            text, instruction = in_library_terms(model, config, _QUERY, None)
+        if scorer is not None:
+            return scorer.scores(text, _DOCUMENTS, (prompt, config.document_prompt), instruction, limit)
+        if not model.encodes_apart:
+            readings = [reader.pair(text, each, instruction, limit) for each in _DOCUMENTS]
             return [float(model.activation(item(each))[0, 0]) for each in readings]
         query = item(reader.text(_QUERY, "query", prompt, limit))
         readings = [reader.text(each, "document", config.document_prompt, limit) for each in _DOCUMENTS]
@@ -185,17 +187,13 @@ def show(rows: dict[str, str | list[str]]) -> str:
     width = max(map(len, rows))
     lines = []
     for name, value in rows.items():
-        values = [value] if isinstance(value, str) else value
-        lines += [
-            f"{title:<{width}}  {one}"
-            for title, one in zip([name, *[""] * len(values)], values, strict=False)
-        ]
+        for i, line in enumerate([value] if isinstance(value, str) else value):
+            lines.append(f"{'' if i else name:<{width}}  {line}")
     return "\n".join(lines)
 
 
 def _score(model: LoadedModel) -> str:
-    if model.listwise is not None:
-        rules = model.listwise
+    if (rules := model.listwise) is not None:
         return (
             "cosine of each document's marker with the query's, "
             f"up to {rules.block_documents} documents or {rules.context} tokens a pass"
@@ -216,18 +214,14 @@ def _more(model: LoadedModel) -> str:
     if model.unread:
         files = " and ".join(model.unread)
         return f"{files}, not read: sparse, multi-vector and hybrid if pickles are allowed"
-    kinds = {
-        SPARSE_EMBED: "sparse",
-        HYBRID_EMBED: "hybrid",
-        "token_embed": "late-interaction",
-        "embed": "bi-encoder",
-    }
-    if HYBRID_EMBED not in model.tasks:
-        either = {SPARSE_EMBED: "bi-encoder", "embed": "sparse"}
-        both = either.keys() <= model.tasks.keys() and model.score_task in either
-        return f"scored as {either[model.score_task]} too" if both else ""
+    kinds = {SPARSE_EMBED: "sparse", "embed": "bi-encoder"}
+    if HYBRID_EMBED in model.tasks:
+        kinds = {SPARSE_EMBED: "sparse", HYBRID_EMBED: "hybrid", "token_embed": "late-interaction", **kinds}
+    elif SPARSE_EMBED not in model.tasks or model.score_task not in kinds:
+        return ""
     others = [kind for task, kind in kinds.items() if task in model.tasks and task != model.score_task]
-    return f"scored as {', '.join(others[:-1])} or {others[-1]} too"
+    said = f"{', '.join(others[:-1])} or " if others[1:] else ""
+    return f"scored as {said}{others[-1]} too" if others else ""
 
 
 def _task(model: LoadedModel, name: str) -> str:
@@ -240,33 +234,31 @@ def _task(model: LoadedModel, name: str) -> str:
 
 
 def _inputs(model: LoadedModel) -> dict[str, str]:
-    rows = {}
-    if model.score_type is ScoreType.CROSS_ENCODER:
-        template = model.pairs.template
-        source = f"the template of {template.source}" if template and template.source else "a template"
-        rows["pair"] = f"joined by {'the tokenizer' if template is None else source}"
-        rows["pair"] += f", truncated by {model.pairs.truncation}"
-        if model.query.prompt:
-            rows["query"] = _role(model.query, model.tokenizer)
-        if model.compression is not None:
-            rows["compression"] = str(model.compression)
-        if model.pairs.template is not None:
-            rows["instruction"] = repr(model.instruction or model.pairs.template.instruction or "")
-            rows["instruction"] = rows["instruction"] if model.takes_instruction else "not taken"
-        used = {model.query.prompt, getattr(model.pairs.template, "instruction", None)}
-        others = sorted(name for name, prompt in model.prompts.items() if prompt not in used)
-        rows["other prompts"] = ", ".join(others)
-        return rows
     if model.listwise is not None:
         return {"instruction": "taken" if model.instruction is None else repr(model.instruction)}
-    rows["query"] = _role(model.query, model.tokenizer)
-    rows["document"] = _role(model.document, model.tokenizer)
-    if model.token_pooling is not None:
-        roles = " and ".join(sorted(f"{role.value}s" for role in model.token_pooling.roles))
-        rows["token pooling"] = f"by {model.token_pooling.method.pool_factor:g}, {roles}"
-    others = sorted(model.prompts.keys() - {"query", "document"})
-    rows["other prompts"] = ", ".join(others)
-    return rows
+    if model.score_type is not ScoreType.CROSS_ENCODER:
+        pooling = ""
+        if model.token_pooling is not None:
+            roles = " and ".join(sorted(f"{role.value}s" for role in model.token_pooling.roles))
+            pooling = f"by {model.token_pooling.method.pool_factor:g}, {roles}"
+        return {
+            "query": _role(model.query, model.tokenizer),
+            "document": _role(model.document, model.tokenizer),
+            "token pooling": pooling,
+            "other prompts": ", ".join(sorted(model.prompts.keys() - {"query", "document"})),
+        }
+    template, instruction, joined = model.pairs.template, "", "the tokenizer"
+    if template is not None:
+        instruction = repr(model.instruction or template.instruction or "")
+        joined = f"the template of {template.source}" if template.source else "a template"
+    used = {model.query.prompt, None if template is None else template.instruction}
+    return {
+        "pair": f"joined by {joined}, truncated by {model.pairs.truncation}",
+        "query": _role(model.query, model.tokenizer) if model.query.prompt else "",
+        "compression": str(model.compression or ""),
+        "instruction": instruction if model.takes_instruction or not instruction else "not taken",
+        "other prompts": ", ".join(sorted(name for name in model.prompts if model.prompts[name] not in used)),
+    }
 
 
 def _pictures(model: LoadedModel) -> str:
@@ -274,11 +266,9 @@ def _pictures(model: LoadedModel) -> str:
     if model.vision is None:
         return ""
     reader = model.vision.reader
-    tokens = []
-    for width, height in _PAGES:
-        page = Picture(np.zeros((height, width, 3), dtype=np.uint8))
-        tokens.append(f"{width} x {height} pixels are {len(reader.page(reader.read(page)).ids)} tokens")
-    return ", ".join(tokens)
+    pages = {f"{w} x {h}": Picture(np.zeros((h, w, 3), dtype=np.uint8)) for w, h in _PAGES}
+    tokens = {size: len(reader.page(reader.read(page)).ids) for size, page in pages.items()}
+    return ", ".join(f"{size} pixels are {count} tokens" for size, count in tokens.items())
 
 
 def _role(rules: RoleRules, tokenizer: Any) -> str:
@@ -296,28 +286,3 @@ def _role(rules: RoleRules, tokenizer: Any) -> str:
     if rules.skipped_ids is not None:
         facts.append(f"without {len(rules.skipped_ids)} skipped tokens")
     return ", ".join(facts)
-
-
-def _attention(model: LoadedModel) -> str:
-    return "causal, whole sequences" if model.causal else "bidirectional, whole sequences"
-
-
-def _execution(prepared: DeviceModel) -> str:
-    reason = "" if prepared.not_packed is None else f": {prepared.not_packed}"
-    return f"{prepared.execution}{reason}"
-
-
-def _precision(prepared: DeviceModel, model: LoadedModel) -> str:
-    linear = ", linear layers int8" if prepared.quantized else ""
-    stored = model.stored_as or _name(model.file_dtype)
-    return f"{prepared.dtype_name}{linear} (in the file: {stored})"
-
-
-def _bytes(prepared: DeviceModel, weights: int, in_blocks: Sequence[BlockTensor]) -> int:
-    plain = weights - prepared.quantized - sum(each.numel() for each in in_blocks)
-    stored = prepared.quantized + sum(each.num_bytes for each in in_blocks)
-    return plain * prepared.dtype.itemsize + stored
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,14 +6,13 @@ from importlib import metadata
 
 
 def versions_of(packages: Iterable[str]) -> list[str]:
-    """The version of each package. One whose folder lies on the path without being installed, as ours may,
-    is "0+unknown"."""
+    """The version of each package."""
     return [version(package) for package in packages]
 
 
 @cache
 def version(package: str) -> str:
-    """The version of a package. Cached, because it searches every folder of the path."""
+    """The version of a package; "0+unknown" for one on the path that is not installed, as ours may be."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

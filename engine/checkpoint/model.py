@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from maxsimd.pooling.dispatch import TokenPooling
 from maxsimd.pooling.methods import Head
 from maxsimd.scheduler.sequence import AnyTokens, TokenIds, Tokens
 
+T = TypeVar("T", Tokens, AnyTokens)
 # Tokenizers without a limit have a number of at least this size in its place.
 _NO_LIMIT = 1_000_000
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
@@ -129,9 +130,8 @@ class Compression:
     layers: tuple[int, ...]
 
     def __str__(self) -> str:
-        behind = " and ".join(map(str, self.layers))
-        layers = "layers" if len(self.layers) > 1 else "layer"
-        return f"every {self.ratio} rows of a document become one behind {layers} {behind}"
+        layers = f"layer{'s' * (len(self.layers) > 1)} {' and '.join(map(str, self.layers))}"
+        return f"every {self.ratio} rows of a document become one behind {layers}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,13 +233,7 @@ class LoadedModel:
         """Whether items hold ids of tokens, which only float32 holds exactly."""
         return self.similarity.startswith("sparse") or self.similarity == "hybrid"
 
-    @overload
-    def for_classifier(self, tokens: Tokens) -> Tokens: ...
-
-    @overload
-    def for_classifier(self, tokens: AnyTokens) -> AnyTokens: ...
-
-    def for_classifier(self, tokens: AnyTokens) -> AnyTokens:
+    def for_classifier(self, tokens: T) -> T:
         """The tokens of a sequence, of which the last that is pooled is the one that the classifier reads:
         the first, where all are padding. Of a causal model those behind it are left out."""
         if self.ending_pad_id is None or tokens.last_id != self.ending_pad_id:
@@ -294,10 +288,8 @@ def uncounted_id(backbone: torch.nn.Module) -> int | None:
 def _embeddings_beside_padding(backbone: torch.nn.Module) -> Any:
     """The module that makes embeddings of token ids and positions and knows the padding token, if any."""
     for module in backbone.modules():
-        positions = getattr(module, "position_embeddings", None)
-        if isinstance(getattr(module, "padding_idx", None), int) and isinstance(
-            positions, torch.nn.Embedding
-        ):
+        padding, positions = (getattr(module, name, None) for name in ("padding_idx", "position_embeddings"))
+        if isinstance(padding, int) and isinstance(positions, torch.nn.Embedding):
             return module
     return None
 

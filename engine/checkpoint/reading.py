@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,25 +55,22 @@ def prompt_of_documents(path: str, prompts: Mapping[str, str]) -> str:
     return prompts[named[0]] or ""
 
 
-class Reader(Protocol):
-    """Reads texts as the checkpoint's own library or model card does. Texts are truncated to `limit` tokens,
-    special tokens included, or to fewer where the checkpoint says so."""
+class Reader:
+    """Reads texts as the checkpoint's own `library` or model card does, truncated to `limit` tokens, special
+    tokens included, or to fewer where the checkpoint says so."""
 
-    @property
-    def library(self) -> str:
-        """The library's name, for messages."""
-        ...
+    library = "transformers"
 
     def text(self, text: str, role: TextRole | None, prompt: str | None, limit: int) -> Reading:
         """A text in a role. `prompt` replaces the one of the checkpoint; None leaves it."""
-        ...
+        raise NotImplementedError
 
     def pair(self, query: str, document: str, instruction: str | None, limit: int) -> Reading:
         """A query and a document that are read together. `instruction` replaces the checkpoint's own."""
-        ...
+        raise NotImplementedError
 
 
-class LibraryReader:
+class LibraryReader(Reader):
     """Reads with a model of sentence-transformers.
 
     The tokens of its `mask` take part in scoring. With `leaves_prompt_out` those of a prompt are not pooled.
@@ -88,8 +85,9 @@ class LibraryReader:
         self._model = model
         self._mask = mask
         self._leaves_prompt_out = leaves_prompt_out
-        # A Router's modules have one each.
-        found = [getattr(module, "tokenizer", None) for module in _input_modules(model)]
+        # A Router's routes have one each.
+        routes = getattr(model[0], "sub_modules", {}).values()
+        found = [getattr(module, "tokenizer", None) for module in (model[0], *(each[0] for each in routes))]
         self._tokenizers = list({id(each): each for each in found if each is not None}.values())
 
     def text(self, text: str, role: TextRole | None, prompt: str | None, limit: int) -> Reading:
@@ -143,26 +141,17 @@ class LibraryReader:
         elif self._leaves_prompt_out and features.get("prompt_length"):
             scored = np.arange(min(int(features["prompt_length"]), attended), attended)
         types = features.get("token_type_ids")
-        return Reading(
-            ids.numpy().astype(np.int32),
-            None if types is None else types[0].numpy().astype(np.int32),
-            attended,
-            scored,
-        )
+        type_ids = None if types is None else types[0].numpy().astype(np.int32)
+        return Reading(ids.numpy().astype(np.int32), type_ids, attended, scored)
 
 
-class TemplateReader:
+class TemplateReader(Reader):
     """Reads pairs by a score template as model cards do: each segment is written with the texts in it and
     tokenized whole. Of a pair that is too long the end of the document is left out."""
-
-    library = "transformers"
 
     def __init__(self, tokenizer: Any, template: ScoreTemplate) -> None:
         self._tokenizer = tokenizer
         self._template = template
-
-    def text(self, text: str, role: TextRole | None, prompt: str | None, limit: int) -> Reading:
-        raise NotImplementedError
 
     def pair(self, query: str, document: str, instruction: str | None, limit: int) -> Reading:
         segments = self._template.written(query, document, instruction)
@@ -189,18 +178,15 @@ class TemplateReader:
         surplus = max(0, len(ids) + len(trailing) - limit)
         if surplus > len(inside):
             raise ValueError("there is no room for the document")
-        left_out = set(inside[len(inside) - surplus :])
-        kept = [i for i in range(len(ids)) if i not in left_out]
-        read = np.array([*(ids[i] for i in kept), *trailing], dtype=np.int32)
-        of_types = np.array([*(types[i] for i in kept), *(0 for _ in trailing)], dtype=np.int32)
+        left_out = inside[len(inside) - surplus :]
+        read = np.append(np.delete(ids, left_out), trailing).astype(np.int32)
+        of_types = np.append(np.delete(types, left_out), [0] * len(trailing)).astype(np.int32)
         return Reading(read, of_types, len(read))
 
 
-class ProcessorReader:
+class ProcessorReader(Reader):
     """Reads texts as the processor of a `*ForRetrieval` model writes queries, whatever their role. It does
     not truncate them."""
-
-    library = "transformers"
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -212,15 +198,10 @@ class ProcessorReader:
             raise ValueError(f"the processor truncates no texts, and this one has {len(ids)} tokens")
         return Reading(ids, None, len(ids))
 
-    def pair(self, query: str, document: str, instruction: str | None, limit: int) -> Reading:
-        raise NotImplementedError
 
-
-class TokenizerReader:
+class TokenizerReader(Reader):
     """Reads texts with a tokenizer of transformers alone, and pairs as one text of a `form` that has the
     places {query} and {document}."""
-
-    library = "transformers"
 
     def __init__(self, tokenizer: Any, form: str = "") -> None:
         self._tokenizer = tokenizer
@@ -235,14 +216,6 @@ class TokenizerReader:
     def pair(self, query: str, document: str, instruction: str | None, limit: int) -> Reading:
         before, between, after = self._form.replace("{document}", "{query}").split("{query}")
         return self.text(f"{before}{query}{between}{document}{after}", None, None, limit)
-
-
-def _input_modules(model: Any) -> Iterator[Any]:
-    """The modules of a model of sentence-transformers that read texts."""
-    first = model[0]
-    yield first
-    for route in getattr(first, "sub_modules", {}).values():
-        yield route[0]
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """The settings of sentence-transformers' files: lengths, truncation, special tokens and activations."""
 
 import importlib
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
+from maxsimd.engine.checkpoint.files import CheckpointFiles, read_object
 from maxsimd.engine.errors import ModelLoadError
 
 Truncating = Literal["longest_first", "only_first", "only_second"]
@@ -25,7 +23,6 @@ _OUTPUTS = ("last_hidden_state", "logits", "embeddings")
 _SIZES = ("max_length", "truncation")
 # More than any model reads.
 _NO_LIMIT = 1_000_000_000
-_SETTINGS = "tokenizer_config.json"
 # Libraries that are installed anyway, whose classes run no code of a checkpoint.
 _TRUSTED = ("torch.", "transformers.", "sentence_transformers.")
 _KEY = "activation_fn"
@@ -50,7 +47,14 @@ def read_text_settings(path: str, transformer: Any, *, in_pairs: bool = False) -
     """Reads the processing_kwargs of a transformer, and has its tokenizer read texts as they say.
 
     Raises ModelLoadError for settings that would change what is read and are not supported."""
-    _refuse_other_output(path, transformer.modality_config)
+    for name in ("text", "message"):
+        output = transformer.modality_config.get(name, {}).get("method_output_name", _OUTPUTS[0])
+        is_layer = isinstance(output, list | tuple) and output[:1] in (["hidden_states"], ("hidden_states",))
+        if output not in _OUTPUTS and not is_layer:
+            raise ModelLoadError(
+                f"sentence_bert_config.json of {path!r} sets modality_config.{name}.method_output_name to "
+                f"{output!r}, which is not supported; use {_OUTPUTS[0]!r} and a Pooling module"
+            )
     settings = dict(transformer.processing_kwargs or {})
     in_chat = "message" in transformer.modality_config
     text, common, chat = (dict(settings.get(name) or {}) for name in ("text", "common", "chat_template"))
@@ -67,27 +71,15 @@ def read_text_settings(path: str, transformer: Any, *, in_pairs: bool = False) -
     max_length = said.get("max_length")
     truncation = _truncating(path, said, in_pairs)
     tokenizer = transformer.tokenizer
-    if hasattr(transformer.processor, "image_processor"):  # whose pictures have as many tokens as they need
-        pass
-    elif truncation is None:
-        tokenizer.model_max_length = _NO_LIMIT
-    elif max_length is not None:
-        tokenizer.model_max_length = int(max_length)
+    # Pictures have as many tokens as they need.
+    if not hasattr(transformer.processor, "image_processor"):
+        if truncation is None:
+            tokenizer.model_max_length = _NO_LIMIT
+        elif max_length is not None:
+            tokenizer.model_max_length = int(max_length)
     if said.get("add_special_tokens") is False:
         leave_special_tokens_out(tokenizer)
     return TextSettings(max_length, truncation)
-
-
-def _refuse_other_output(path: str, modalities: Mapping[Any, Any]) -> None:
-    """Raises ModelLoadError if the settings ask the model for an output of texts that is not supported."""
-    for name in ("text", "message"):
-        output = modalities.get(name, {}).get("method_output_name", _OUTPUTS[0])
-        is_layer = isinstance(output, list | tuple) and output[:1] in (["hidden_states"], ("hidden_states",))
-        if output not in _OUTPUTS and not is_layer:
-            raise ModelLoadError(
-                f"sentence_bert_config.json of {path!r} sets modality_config.{name}.method_output_name to "
-                f"{output!r}, which is not supported; use {_OUTPUTS[0]!r} and a Pooling module"
-            )
 
 
 def _truncating(path: str, said: dict[str, Any], in_pairs: bool) -> Truncating | None:
@@ -133,9 +125,8 @@ def follow_settings(path: str, revision: str | None, tokenizer: Any) -> None:
     the settings say so (gte-Qwen2): that code does it, and tokenizer.json says nothing of it.
 
     Raises ModelLoadError where it cannot be done."""
-    found = find_file(path, _SETTINGS, revision)
-    settings = json.loads(found.read_text(encoding="utf-8")) if found is not None else {}
-    mapped = settings.get("auto_map") if isinstance(settings, dict) else None
+    settings = read_object(path, "tokenizer_config.json", revision) or {}
+    mapped = settings.get("auto_map")
     has_code = isinstance(mapped, dict) and "AutoTokenizer" in mapped
     if not has_code or settings.get("add_eos_token") is not True or _ends(tokenizer):
         return
@@ -178,16 +169,13 @@ def stated_activation(path: str, files: CheckpointFiles, trusts_code: bool) -> n
     if trusts_code:
         return None
     nested = files.config.get("sentence_transformers")
+    of_modules = files.sentence_transformers.get(_KEY) if files.modules else None
     # In the order in which sentence-transformers looks for it.
-    stated = (
-        (
-            "config_sentence_transformers.json",
-            files.sentence_transformers.get(_KEY) if files.modules else None,
-        ),
+    for file, named in (
+        ("config_sentence_transformers.json", of_modules),
         ("config.json", nested.get(_KEY) if isinstance(nested, dict) else None),
         ("config.json", files.config.get("sbert_ce_default_activation_function")),
-    )
-    for file, named in stated:
+    ):
         if isinstance(named, str):
             return None if named.startswith("torch.") else activation_of(path, file, named)
     return None

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from maxsimd.engine.errors import ModelLoadError
 
@@ -71,19 +70,14 @@ class StagedLoad:
             _here.load = None
 
 
-class _Here(threading.local):
-    """The load that runs on this thread."""
-
-    load: StagedLoad | None = None
-
-
-_here = _Here()
+# The `load` that runs on this thread, if any.
+_here = threading.local()
 
 
 def next_stage() -> None:
     """Raises LoadGivenUpError if the load that runs on this thread was given up."""
-    if _here.load is not None:
-        _here.load.check()
+    if (load := getattr(_here, "load", None)) is not None:
+        load.check()
 
 
 class LoadLock:
@@ -106,11 +100,9 @@ class LoadLock:
                     "restart the process"
                 )
         self._depth += 1
-        self._holder = _here.load
+        self._holder = getattr(_here, "load", None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._holder = None
