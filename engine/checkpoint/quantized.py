@@ -5,11 +5,11 @@ DeepSeek's and Qwen's FP8 checkpoints."""
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -30,25 +30,19 @@ _OF_FP8 = {"quant_method", "activation_scheme", "fmt", "weight_block_size", "mod
            "ignored_layers"}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The part that a scale is for: a whole matrix ("tensor"), a row ("channel"), `group` columns of a row,
-    or a `block` of rows and columns."""
-
-    strategy: str
-    group: int | None = None
-    block: tuple[int, int] | None = None
+# The rows and columns that share a scale; None for all.
+Block: TypeAlias = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """A storage format of weights. `name` is for people; `packed` are several integers of `bits` in one of 32
-    bits. The matrix of each layer has scales of one of the kinds in `scales`, under one of the `endings`, and
-    with `shifted` a zero point. `activations` says how the inputs of layers were to be rounded, too."""
+    bits. The matrix of each layer has a scale for each block of one of the `blocks`, named `ending`, and with
+    `shifted` a zero point. `activations` says how the inputs of layers were to be rounded, too."""
 
     name: str
-    scales: tuple[Scales, ...]
-    endings: tuple[str, ...] = ("weight_scale",)
+    blocks: tuple[Block, ...]
+    ending: str = "weight_scale"
     packed: bool = False
     bits: frozenset[int] = frozenset({8})
     shifted: bool = False
@@ -119,10 +113,11 @@ def _compressed(model: str, stated: Mapping[str, Any]) -> Format:
     bits = {int(each.get("num_bits", 8)) for each in weights}
     if kinds != {"float" if named == _FLOAT else "int"} or not bits <= ({4, 8} if named != _FLOAT else {8}):
         raise _not_read(model, f"compressed-tensors as {named} of {sorted(kinds)} with {sorted(bits)} bits")
-    rounded = {_activations(group["input_activations"]) for group in groups if group.get("input_activations")}
+    inputs = [stated for group in groups if (stated := group.get("input_activations"))]
+    rounded = {f"{each.get('type', 'int')}{each.get('num_bits', 8)}" for each in inputs}
     return Format(
         f"compressed-tensors, {named}",
-        tuple(_scales(model, each) for each in weights),
+        tuple(_block(model, each) for each in weights),
         packed=named == _PACKED,
         bits=frozenset(bits),
         shifted=not any(each.get("symmetric", True) for each in weights),
@@ -130,21 +125,17 @@ def _compressed(model: str, stated: Mapping[str, Any]) -> Format:
     )
 
 
-def _activations(stated: Mapping[str, Any]) -> str:
-    return f"{stated.get('type', 'int')}{stated.get('num_bits', 8)}"
-
-
-def _scales(model: str, stated: Mapping[str, Any]) -> Scales:
+def _block(model: str, stated: Mapping[str, Any]) -> Block:
     group, block = stated.get("group_size"), stated.get("block_structure")
     strategy = stated.get("strategy")
     if strategy is None:  # as compressed-tensors takes it
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"
     if strategy == "group" and isinstance(group, int) and group > 0:
-        return Scales("group", group=group)
+        return 1, group
     if strategy == "block" and isinstance(block, list) and len(block) == 2:
-        return Scales("block", block=(int(block[0]), int(block[1])))
+        return int(block[0]), int(block[1])
     if strategy in ("tensor", "channel"):
-        return Scales(strategy)
+        return (1 if strategy == "channel" else None), None
     raise _not_read(model, f"compressed-tensors by {strategy!r} of size {block or group}")
 
 
@@ -155,12 +146,11 @@ def _fp8(model: str, stated: Mapping[str, Any]) -> Format:
     if stated.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _not_read(model, f"fp8 in the format {stated['fmt']!r}")
     block = stated.get("weight_block_size")
-    if block is not None and (not isinstance(block, list) or len(block) != 2):
-        raise _not_read(model, f"fp8 in blocks of {block}")
     if block is None:
-        return Format("fp8", (Scales("tensor"), Scales("channel")), activations="float8")
-    scales = Scales("block", block=(block[0], block[1]))
-    return Format("fp8", (scales,), ("weight_scale_inv",), activations="float8")
+        return Format("fp8", ((None, None), (1, None)), activations="float8")
+    if not isinstance(block, list) or len(block) != 2:
+        raise _not_read(model, f"fp8 in blocks of {block}")
+    return Format("fp8", ((block[0], block[1]),), "weight_scale_inv", activations="float8")
 
 
 _STORED_AS = (torch.int8, torch.float8_e4m3fn)
@@ -183,19 +173,21 @@ def quantized_weights(model: str, revision: str | None, files: CheckpointFiles) 
 
 def _read(model: str, revision: str | None, stored: Format) -> dict[str, torch.Tensor]:
     """All tensors, float32. Raises ModelLoadError where one lacks its scale, or has one that does not fit."""
-    with _opened(model, revision) as tensors:
+    files = files_of_tensors(model, revision)
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*files.values()}}
+        tensors = {name: partial(opened[path].get_tensor, name) for name, path in files.items()}
         layers: dict[str, list[str]] = defaultdict(list)
         for name in tensors:
             layers[name.rpartition(".")[0]].append(name.rpartition(".")[2])
         read: dict[str, torch.Tensor] = {}
-        used = {"weight", *_PARTS, *stored.endings} | (set(_OF_ACTIVATIONS) if stored.activations else set())
+        used = {"weight", stored.ending, *_PARTS, *(_OF_ACTIVATIONS if stored.activations else ())}
         for layer, parts in layers.items():
-            quantized = used.intersection(parts) if set(parts).intersection(stored.endings) else set()
+            quantized = used.intersection(parts) if stored.ending in parts else set()
             if quantized:
+                found = {part: tensors[f"{layer}.{part}"]() for part in quantized}
                 try:
-                    read[f"{layer}.weight"] = _layer(
-                        {part: tensors[f"{layer}.{part}"]() for part in quantized}, stored
-                    )
+                    read[f"{layer}.weight"] = _layer(found, stored)
                 except ModelLoadError as error:
                     raise ModelLoadError(f"{layer}.weight of {model!r} {error}") from error
             for part in set(parts) - quantized:
@@ -207,18 +199,9 @@ def _read(model: str, revision: str | None, stored: Format) -> dict[str, torch.T
     return read
 
 
-@contextmanager
-def _opened(model: str, revision: str | None) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
-    """A function for each tensor that reads it, by its name."""
-    with ExitStack() as stack:
-        files = files_of_tensors(model, revision)
-        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(files.values())}
-        yield {name: partial(opened[path].get_tensor, name) for name, path in files.items()}
-
-
 def _layer(parts: dict[str, torch.Tensor], stored: Format) -> torch.Tensor:
     """The matrix [out, in] of one layer from its parts. Raises ModelLoadError, without its name."""
-    scale = next(parts[ending] for ending in stored.endings if ending in parts).float()
+    scale = parts[stored.ending].float()
     shift = parts.get("weight_zero_point")
     if shift is None and stored.shifted:
         raise ModelLoadError("has no zero point")
@@ -228,8 +211,7 @@ def _layer(parts: dict[str, torch.Tensor], stored: Format) -> torch.Tensor:
         weight = parts.get("weight", torch.empty(0, dtype=torch.float32))
         if weight.dtype not in _STORED_AS or weight.ndim != 2:
             raise ModelLoadError(f"is {weight.dtype} {list(weight.shape)}, which has no scales")
-    columns = parts.get("weight_g_idx")
-    spread = partial(_spread, shape=weight.shape, kinds=stored.scales, columns=columns)
+    spread = partial(_spread, shape=weight.shape, blocks=stored.blocks, columns=parts.get("weight_g_idx"))
     values = weight.float()
     if shift is not None:
         if shift.numel() != scale.numel():
@@ -259,28 +241,26 @@ def _integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Signed integers [rows, n], the first of which are in the lowest bits, from 32-bit ones [rows, m]."""
     first_bits = torch.arange(0, 32, bits, dtype=torch.int32)
     values: torch.Tensor = (packed[..., None] >> first_bits) & (2**bits - 1)  # [rows, m, 32 / bits]
-    integers: torch.Tensor = values.flatten(1) - int(2 ** (bits - 1))
-    return integers
+    return values.flatten(1) - int(2 ** (bits - 1))
 
 
 def _spread(
-    scale: torch.Tensor, shape: torch.Size, kinds: tuple[Scales, ...], columns: torch.Tensor | None
+    scale: torch.Tensor, shape: torch.Size, blocks: tuple[Block, ...], columns: torch.Tensor | None
 ) -> torch.Tensor:
     """A scale for each value of a matrix of a shape, or what is broadcast to it. With `columns` these are the
-    numbers of the columns' groups. Raises ModelLoadError for one that no kind of scales fits."""
+    numbers of the columns' groups. Raises ModelLoadError for one that fits none of the `blocks`."""
     rows, width = shape
-    for kind in kinds:
-        if kind.strategy == "tensor" and scale.numel() == 1:
-            return scale.reshape(1, 1)
-        if kind.strategy == "channel" and scale.numel() == rows and scale.shape in ((rows,), (rows, 1)):
-            return scale.reshape(rows, 1)
-        if kind.group is not None and scale.shape == (rows, -(-width // kind.group)):
-            if columns is not None and bool((columns >= 0).all()):
-                return scale[:, columns.long()]
-            return scale.repeat_interleave(kind.group, dim=1)[:, :width]
-        if kind.block is not None:
-            high, wide = kind.block
-            if scale.shape == (-(-rows // high), -(-width // wide)):
-                whole = scale.repeat_interleave(high, dim=0).repeat_interleave(wide, dim=1)
-                return whole[:rows, :width]
+    for high, wide in blocks:
+        sizes = high or rows, wide or width
+        parts = -(-rows // sizes[0]), -(-width // sizes[1])
+        is_row = parts[1] == 1 and scale.ndim < 2 and scale.numel() == parts[0]
+        if not is_row and scale.shape != parts:
+            continue
+        if columns is not None and bool((columns >= 0).all()):
+            return scale.reshape(parts)[:, columns.long()]
+        spread = scale.reshape(parts)
+        for dim in (0, 1):
+            if parts[dim] > 1 < sizes[dim]:
+                spread = spread.repeat_interleave(sizes[dim], dim)
+        return spread[:rows, :width]
     raise ModelLoadError(f"is {list(shape)} and has scales {list(scale.shape)}, which do not fit")
