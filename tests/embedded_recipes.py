@@ -24,9 +24,8 @@ def made_anew(score_types: Sequence[str] = SCORE_TYPES) -> Shipped:
         source = source_of(config)
         assert source is not None
         loaded = read_with_libraries(config, torch.device("cpu"))
-        made = make_recipe(loaded, source.folder, source.module_folders)
-        recipes[source.content] = made.recipe
-        model = replace(made.model, reader=loaded.reader)
+        recipes[source.content], made = make_recipe(loaded, source.folder, source.module_folders)
+        model = replace(made, reader=loaded.reader)
         check_texts(model, config, TextTokenizer(model.tokenizer), None)
         texts.append(texts_content(config) or "")
     return Shipped(recipes, tuple(texts))

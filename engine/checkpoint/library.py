@@ -49,9 +49,7 @@ from maxsimd.engine.checkpoint.files import (
     find_file,
     one_line,
     read_files,
-    refuse_missing_module_settings,
-    refuse_missing_tokenizer,
-    refuse_odd_lengths,
+    refuse_incomplete,
 )
 from maxsimd.engine.checkpoint.gguf import from_gguf
 from maxsimd.engine.checkpoint.heads import Dense, modules_of
@@ -86,8 +84,7 @@ from maxsimd.engine.checkpoint.weights import (
     StoredWeights,
     hold_in_memory,
     read_tensors,
-    refuse_missing_weights,
-    refuse_pickles,
+    refuse_weights,
     refusing_misfits,
 )
 from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType
@@ -106,14 +103,8 @@ _PROJECTION = "custom_text_proj"
 # would add a random projection.
 COLPALI_ENGINE = frozenset(
     {
-        "ColGemma3",
-        "ColIdefics3",
-        "ColModernVBert",
-        "ColPali",
-        "ColQwen2",
-        "ColQwen2_5",
-        "ColQwen3",
-        "ColQwen3_5",
+        *("ColGemma3", "ColIdefics3", "ColModernVBert", "ColPali", "ColQwen2", "ColQwen2_5"),
+        *("ColQwen3", "ColQwen3_5"),
     }
 )
 # The keys of config.json that count layers.
@@ -122,7 +113,6 @@ _LAYERS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers"),
 )
 _MOST_LAYERS = 1_000
-_TOKENIZER = "tokenizer_config.json"
 
 
 def read_with_libraries(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -153,20 +143,19 @@ def _load_whole(
         read_config = read_files(path, config.revision)
         _refuse_too_many_layers(path, read_config.config)
         files = with_architecture(path, config.revision, read_config)
-    score_type = _score_type(config, files)
+    if config.score_type != "auto":
+        score_type = ScoreType(config.score_type)
+    else:  # on real text the embedded model ranks about as well by its token embeddings as by their mean
+        score_type = ScoreType.LATE_INTERACTION if config.model is None else detect_score_type(files)
     if score_type is ScoreType.LATE_INTERACTION:
         files = follow_stanford(files)
     layers = find_layers(path, config.revision, files)
     read = readable(path, files, layers, score_type, config.allow_pickle)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
     if stored is None:
-        check = refuse_missing_weights if config.allow_pickle else refuse_pickles
-        check(path, config.revision, files)
-    refuse_missing_module_settings(path, config.revision, files)
-    refuse_missing_tokenizer(path, config.revision, files)
-    refuse_odd_lengths(path, config.revision, files)
-    if stored is None:
+        refuse_weights(path, config.revision, files, config.allow_pickle)
         stored = quantized_weights(path, config.revision, files)
+    refuse_incomplete(path, config.revision, files)
     options: dict[str, Any] = {
         "device": str(device),
         "revision": config.revision,
@@ -207,29 +196,24 @@ def _load_whole(
 
 def _reason(path: str, files: CheckpointFiles, revision: str | None, error: Exception) -> str:
     """The message of a library's error; its cause where the library hides that."""
-    said = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
-    if isinstance(error, KeyError) and error.args[0] in (values := list(files.config.values())):
-        key = list(files.config)[values.index(error.args[0])]
-        return f"config.json sets {key} to {error}, which transformers does not know; use one that it does"
+    if isinstance(error, KeyError):
+        for key, value in files.config.items():
+            if value == error.args[0]:
+                known = "which transformers does not know; use one that it does"
+                return f"config.json sets {key} to {error}, {known}"
+        return f"{error} is missing"
+    said = one_line(error)
     if "Unrecognized processing class" in said:
         try:
             transformers.AutoTokenizer.from_pretrained(path, revision=revision)
         except Exception as inner:
-            return f"its tokenizer cannot be read ({one_line(inner)}); check tokenizer_class in {_TOKENIZER}"
+            remedy = "check tokenizer_class in tokenizer_config.json"
+            return f"its tokenizer cannot be read ({one_line(inner)}); {remedy}"
     if "Padding_idx" in said:
         return (
             "config.json has a pad_token_id beyond its vocab_size, or none; set the id of the padding token"
         )
     return said
-
-
-def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
-    if config.score_type != "auto":
-        return ScoreType(config.score_type)
-    if config.model is None:
-        # On real text the embedded model ranks about as well by its token embeddings as by their mean.
-        return ScoreType.LATE_INTERACTION
-    return detect_score_type(files)
 
 
 def _read_apart(files: CheckpointFiles) -> frozenset[str]:
@@ -240,13 +224,19 @@ def _read_apart(files: CheckpointFiles) -> frozenset[str]:
     return _READ_APART.get(files.architecture, frozenset())
 
 
-def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: torch.nn.Module) -> None:
-    """Completes a model that fits its checkpoint, before anything is tried with it."""
+def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: Any) -> None:
+    """Adds an adapter to a model that fits its checkpoint, and has it attend in the directions that the
+    checkpoint says, before anything is tried with it."""
     if adapter is not None:
         adapter.add_to(model)
     both_ways = says_both_ways(files.config)
-    if both_ways:
-        _take_mask_away(model)
+    if both_ways and is_causal(backbone := getattr(model, "base_model", model)):
+        # transformers makes no causal mask where the config says so; kernels that are given no mask ask the
+        # attention modules.
+        backbone.config.is_causal = False
+        for module in backbone.modules():
+            if getattr(module, "is_causal", None) is True:
+                module.is_causal = False
     # LFM2.5-ColBERT and -Embedding differ in this, by their code; configs for later transformers say it.
     said = files.config.get("conv_zero_padding")
     leaves_out = said if isinstance(said, bool) else not (both_ways and is_late_interaction(files))
@@ -297,16 +287,19 @@ def _complete(
     config: EngineConfig, score_type: ScoreType, files: CheckpointFiles, parts: dict[str, Any]
 ) -> LoadedModel:
     """Adds what is found out from the backbone itself."""
-    backbone = parts["backbone"].eval().requires_grad_(False)
-    heads = [module for task in parts["tasks"].values() for module in modules_of(task.head)]
+    backbone = parts["backbone"]
+    encoders = [backbone]
     if vision := parts.get("vision"):
         load_readers()
-    of_vision = [module.eval().requires_grad_(False) for module in vision.modules] if vision else []
-    hold_in_memory([backbone, *heads, *of_vision])
+        encoders += vision.modules
+    for module in encoders:
+        module.eval().requires_grad_(False)
+    heads = [module for task in parts["tasks"].values() for module in modules_of(task.head)]
+    hold_in_memory([*encoders, *heads])
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
         kind = type(parts["tokenizer"]).__name__
         raise ModelLoadError(f"the tokenizer, a {kind}, is not a fast one; save a tokenizer.json beside it")
-    offset = parts.pop("position_offset") if "position_offset" in parts else position_offset(backbone)
+    offset = parts["position_offset"] if "position_offset" in parts else position_offset(backbone)
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
@@ -314,18 +307,19 @@ def _complete(
     # A pair that a model card's template joins loses the end of the document, as in TemplateReader.
     follows_tokenizer = template is None or template.by_messages
     cuts_left = follows_tokenizer and parts["tokenizer"].truncation_side == "left"
+    found: dict[str, Any] = {"position_offset": offset}
+    if "causal" not in parts:
+        found["causal"] = is_causal(backbone)
     return LoadedModel(
         name=config.model or EMBEDDED_MODEL,
         score_type=score_type,
         max_tokens=longest,
-        causal=parts.pop("causal") if "causal" in parts else is_causal(backbone),
-        position_offset=offset,
         uncounted_id=uncounted_id(backbone),
         takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
         architecture=files.architecture,
         file_dtype=next(backbone.parameters()).dtype,
         truncation_side="left" if cuts_left else "right",
-        **parts,
+        **found | parts,
     )
 
 
@@ -369,20 +363,6 @@ def _check_projection(path: str, revision: str | None, projection: str, parts: d
             raise ModelLoadError(f"{path!r} has modules with another projection than its {projection}.{name}")
 
 
-def _take_mask_away(model: torch.nn.Module) -> None:
-    """Has a causal language model of transformers attend in both directions, unless it does so already.
-
-    transformers makes no causal mask where the config says `is_causal: false`; kernels that are given no mask
-    ask the attention modules."""
-    backbone: Any = getattr(model, "base_model", model)
-    if not is_causal(backbone):
-        return
-    backbone.config.is_causal = False
-    for module in backbone.modules():
-        if getattr(module, "is_causal", None) is True:
-            module.is_causal = False
-
-
 def _check_direction(path: str, files: CheckpointFiles, causal: bool, runs_own_code: bool) -> None:
     """Compares what a checkpoint says of its direction with what its model does. Raises ModelLoadError where
     they differ, and logs a warning where a causal model has code of its own that is not run and that might
@@ -399,11 +379,9 @@ def _check_direction(path: str, files: CheckpointFiles, causal: bool, runs_own_c
         )
     mapped = files.config.get("auto_map")
     named = isinstance(mapped, dict) and any(str(kind).startswith("AutoModel") for kind in mapped)
-    has_loader = language_model_translation(files.config) is not None or files.architecture in (
-        LISTWISE,
-        JINA_M0,
-    )
-    if causal and named and not runs_own_code and not has_loader:
+    is_translated = language_model_translation(files.config) is not None
+    is_read_alike = runs_own_code or is_translated or files.architecture in (LISTWISE, JINA_M0)
+    if causal and named and not is_read_alike:
         log.warning(
             "%s comes with code of its own, which is not run: transformers' class reads it, in one direction;"
             ' say "is_causal": false in its config.json if its own code reads in both',
@@ -514,7 +492,10 @@ def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
     if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
         raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
-    if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
+    reads_pairs = files.architecture.endswith("ForSequenceClassification") or files.architecture == JINA_M0
+    reads_pairs |= is_language_model(files) or answers_in_words(files) or scores_pooled(files)
+    reads_pairs |= files.architecture in ENCODER_DECODERS and not files.modules
+    if score_type is ScoreType.CROSS_ENCODER and not reads_pairs:
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
             'load it with score_type="bi-encoder" or "late-interaction", or name a '
@@ -522,11 +503,3 @@ def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType
         )
     if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:
         raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a {LISTWISE}")
-
-
-def _reads_pairs(files: CheckpointFiles) -> bool:
-    classifies = files.architecture.endswith("ForSequenceClassification")
-    answers = is_language_model(files) or answers_in_words(files)
-    first_word = files.architecture in ENCODER_DECODERS and not files.modules
-    other = files.architecture == JINA_M0 or scores_pooled(files)
-    return classifies or answers or first_word or other

@@ -6,10 +6,8 @@ what they made of it, later starts build the model from that, without importing 
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -21,15 +19,16 @@ from maxsimd.engine.checkpoint.files import (
     one_line,
     refuse_damaged_files,
     stay_offline,
+    warn_of_unknown_modules,
 )
 from maxsimd.engine.checkpoint.heads import FirstColumns, modules_of
 from maxsimd.engine.checkpoint.known_settings import check_settings
-from maxsimd.engine.checkpoint.model import LoadedModel, Task, token_rows
+from maxsimd.engine.checkpoint.model import LoadedModel, token_rows
 from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
-from maxsimd.engine.checkpoint.recipe_store import Source, find_recipe, source_of, store_recipe
+from maxsimd.engine.checkpoint.recipe_store import find_recipe, source_of, store_recipe
 from maxsimd.engine.checkpoint.stages import LOADING
-from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, hybrid_weights_of
+from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.dispatch import merging_documents
 from maxsimd.pooling.sparse import WordsHead
@@ -45,22 +44,21 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
     ModelLoadError when there is no such model or it is of no supported kind.
     """
     with LOADING:
-        if config.offline:
-            path = Path(config.model if config.model is not None else embedded_model_path())
-            stay_offline()
-            check_digests(path.parent if path.is_file() else path)
-        name = config.model
-        unknown: tuple[str, ...] = ()
-        if name is not None:
-            refuse_damaged_files(name)
+        name = EMBEDDED_MODEL if config.model is None else config.model
         try:
+            path = Path(embedded_model_path() if config.model is None else name)
+            if config.offline:
+                stay_offline()
+                check_digests(path.parent if path.is_file() else path)
+            if config.model is not None:
+                refuse_damaged_files(name)
             # Files of the hub may not be here before the model is read.
-            is_local = name is not None and Path(name).exists()
-            if is_local:
-                unknown = check_settings(config)
+            unknown = check_settings(config) if path.exists() else ()
             model = _with_token_rows(configured(_read(config, device, recheck), config))
-            if name is not None and not is_local:
+            if not path.exists():
                 unknown = check_settings(config)
+                if model.score_type is ScoreType.BI_ENCODER:
+                    warn_of_unknown_modules(name, config.revision)
             for line in unknown:
                 log.warning("%s has unknown keys in %s; they may have no effect", name, line)
             model = replace(model, unknown_keys=unknown)
@@ -68,7 +66,6 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
         except ModelLoadError:
             raise
         except Exception as error:
-            name = config.model or EMBEDDED_MODEL
             raise damage_of(name) or ModelLoadError(f"cannot load {name!r}: {one_line(error)}") from error
 
 
@@ -91,57 +88,45 @@ def library_reader(config: EngineConfig) -> Reader:
 
 
 def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedModel:
+    """Builds the model by the recipe of an earlier start. Reads it with the libraries if there is none, or
+    none that fits, and stores a recipe if one can describe it."""
     source = source_of(config)
-    if source is not None and not recheck:
-        model = _from_recipe(source, device)
-        if model is not None:
-            return model
+    recipe = None if source is None or recheck else find_recipe(source)
+    if source is not None and recipe is not None:
+        try:
+            model = build(recipe, source.folder, device, source.name)
+        except ModelLoadError:
+            raise
+        except Exception as error:
+            log.warning("%s is loaded anew: its recipe failed: %s", source.name, error)
+        else:
+            log.debug("compared with the libraries before: %s", recipe.proof)
+            return replace(model, compared=recipe.proof)
     from maxsimd.engine.checkpoint.library import read_with_libraries
 
     model = read_with_libraries(config, device)
-    _refuse_tokens_beyond(model, token_rows(model.backbone))  # before any text is run
+    _refuse_tokens_beyond(model)  # before any text is run
     source = source_of(config)  # again: more files of a hub's checkpoint may be here now
-    return model if source is None else _with_stored_recipe(source, model)
-
-
-def _from_recipe(source: Source, device: torch.device) -> LoadedModel | None:
-    """The model as the recipe of an earlier start builds it; None if there is none that fits."""
-    recipe = find_recipe(source)
-    if recipe is None:
-        return None
+    if source is None:
+        return model
     try:
-        model = build(recipe, source.folder, device, source.name)
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        log.warning("%s is loaded anew: its recipe failed: %s", source.name, error)
-        return None
-    log.debug("compared with the libraries before: %s", recipe.proof)
-    return replace(model, compared=recipe.proof)
-
-
-def _with_stored_recipe(source: Source, model: LoadedModel) -> LoadedModel:
-    """The model as the next start will build it, or as it is where no recipe can describe it."""
-    try:
-        made = make_recipe(model, source.folder, source.module_folders)
+        recipe, made = make_recipe(model, source.folder, source.module_folders)
     except UnfitError as error:
         log.debug("%s is loaded with transformers at each start: %s", source.name, error)
         return model
-    log.debug("compared with the libraries: %s", made.recipe.proof)
-    store_recipe(source, made.recipe)
-    return replace(made.model, compared=made.recipe.proof, reader=model.reader)
+    log.debug("compared with the libraries: %s", recipe.proof)
+    store_recipe(source, recipe)
+    return replace(made, compared=recipe.proof, reader=model.reader)
 
 
 def _with_token_rows(model: LoadedModel) -> LoadedModel:
     """The model with the number of its embeddings; texts with tokens beyond them are refused later. Raises
     ModelLoadError where every text has one."""
-    rows = token_rows(model.backbone)
+    rows = _refuse_tokens_beyond(model)
     if rows is None:
         return model
-    _refuse_tokens_beyond(model, rows)
     added = model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    extra = sum(token_id >= rows for token_id in added)
-    if extra:
+    if extra := sum(token_id >= rows for token_id in added):
         log.warning(
             "%s has no embedding for %d of the tokens that its tokenizer adds; texts with one are refused",
             model.name,
@@ -150,10 +135,11 @@ def _with_token_rows(model: LoadedModel) -> LoadedModel:
     return replace(model, token_rows=rows)
 
 
-def _refuse_tokens_beyond(model: LoadedModel, rows: int | None) -> None:
-    """Raises ModelLoadError if special tokens around texts have no row among the embeddings."""
+def _refuse_tokens_beyond(model: LoadedModel) -> int | None:
+    """Returns the number of embeddings. Raises ModelLoadError if special tokens around texts have none."""
+    rows = token_rows(model.backbone)
     if rows is None:
-        return
+        return None
     tokenizer = model.tokenizer.backend_tokenizer
     encodings = [tokenizer.encode("a")]
     if not model.encodes_apart:
@@ -166,11 +152,8 @@ def _refuse_tokens_beyond(model: LoadedModel, rows: int | None) -> None:
         if is_seen
     }
     for role in (model.query, model.document, model.text):
-        around |= {
-            int(each)
-            for ids in (role.leading_ids, role.trailing_ids)
-            for each in (() if ids is None else ids)
-        }
+        for ids in (role.leading_ids, role.trailing_ids):
+            around.update(() if ids is None else map(int, ids))
         if role.expansion is not None:
             around.add(role.expansion.token_id)
     lacking = [tokenizer.id_to_token(token_id) for token_id in sorted(around) if token_id >= rows]
@@ -179,6 +162,7 @@ def _refuse_tokens_beyond(model: LoadedModel, rows: int | None) -> None:
             f"the tokenizer of {model.name!r} puts {', '.join(map(repr, lacking))} into every text, but the "
             f"model has only {rows} embeddings; use the tokenizer that the model was saved with"
         )
+    return rows
 
 
 def configured(model: LoadedModel, config: EngineConfig) -> LoadedModel:
@@ -226,7 +210,13 @@ def configured(model: LoadedModel, config: EngineConfig) -> LoadedModel:
             raise ModelLoadError(
                 "dimensions is for vectors of a fixed size, not for sparse ones; leave it out"
             )
-        model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
+        tasks = dict(model.tasks)
+        for name in {"embed", "token_embed"} & tasks.keys():
+            if config.dimensions > (dim := tasks[name].dim):
+                raise ModelLoadError(f"dimensions={config.dimensions} is more than the {dim} of embeddings")
+            head = FirstColumns(tasks[name].head, config.dimensions, tasks[name].normalized)
+            tasks[name] = replace(tasks[name], head=head, dim=config.dimensions)
+        model = replace(model, tasks=tasks)
     return model
 
 
@@ -250,24 +240,9 @@ def _score_label(model: LoadedModel, asked: str | None) -> int | None:
     return model.labels.index(asked)
 
 
-def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
-    shortened = dict(tasks)
-    for name in ("embed", "token_embed"):
-        if name in tasks:
-            if dimensions > tasks[name].dim:
-                raise ModelLoadError(
-                    f"dimensions={dimensions} is more than the {tasks[name].dim} of embeddings"
-                )
-            task = tasks[name]
-            head = FirstColumns(task.head, dimensions, task.normalized)
-            shortened[name] = replace(task, head=head, dim=dimensions)
-    return shortened
-
-
 # Numbers read of each weight: training changes some in nearly all weights, and reading
 # whole checkpoints would make each start longer.
 _NUMBERS = 64
-_Named: TypeAlias = tuple[str, torch.Tensor]
 
 
 def identity_of(model: LoadedModel) -> str:
@@ -275,24 +250,19 @@ def identity_of(model: LoadedModel) -> str:
     that the model may be run in. The weights must be as they were loaded."""
     task = model.tasks[model.score_task]
     columns = task.head.dimensions if isinstance(task.head, FirstColumns) else None
-    head = [repr(module) for module in modules_of(task.head)]
+    of_head = modules_of(task.head)
+    head = [repr(module) for module in of_head]
+    named: list[tuple[str, torch.Tensor, torch.Tensor]] = [
+        (f"{i}.{name}", weight, torch.atleast_1d(weight.detach())[:_NUMBERS].reshape(-1)[:_NUMBERS])
+        for i, module in enumerate([*model.encoders, *of_head])
+        for name, weight in module.named_parameters()
+    ]
     if isinstance(task.head, WordsHead):
         head.append(str(task.head))
+        if (static := task.head.static_weights) is not None:
+            named.insert(0, ("static", static, static))  # whole: the first words often weigh alike
     stated = model.architecture, model.similarity, task.pooling, task.dim, columns, head
     digest = hashlib.sha256(repr(stated).encode())
-    named = [*_weights(model)]
-    digest.update(repr([(name, tuple(weight.shape)) for name, weight in named]).encode())
-    rows = [torch.atleast_1d(weight.detach())[:_NUMBERS] for _, weight in named]
-    numbers = [each.reshape(-1)[:_NUMBERS].float() for each in rows]
-    digest.update(torch.cat(numbers).cpu().numpy().tobytes())
+    digest.update(repr([(name, tuple(weight.shape)) for name, weight, _ in named]).encode())
+    digest.update(torch.cat([numbers.float() for _, _, numbers in named]).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def _weights(model: LoadedModel) -> Iterator[_Named]:
-    modules = (*model.encoders, *modules_of(model.tasks[model.score_task].head))
-    head = model.tasks[model.score_task].head
-    if isinstance(head, WordsHead) and head.static_weights is not None:
-        yield "static", head.static_weights
-    for i, module in enumerate(modules):
-        for name, weight in module.named_parameters():
-            yield f"{i}.{name}", weight

@@ -42,9 +42,7 @@ from maxsimd.engine.checkpoint.model import (
 )
 from maxsimd.engine.checkpoint.reference import (
     ClassifierReference,
-    HiddenStatesReference,
-    PooledReference,
-    Reference,
+    StatesReference,
     takes_type_ids,
 )
 from maxsimd.engine.checkpoint.weights import refuse_not_finite
@@ -82,7 +80,6 @@ class PlainTokenizer:
         return made
 
     def __len__(self) -> int:
-        """The number of tokens, the added ones included."""
         return int(self.backend_tokenizer.get_vocab_size())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,31 +89,15 @@ class PlainTokenizer:
         return str(self.backend_tokenizer.id_to_token(token_id))
 
 
-def facts_of(tokenizer: Any) -> TokenizerFacts:
-    """Takes the facts from one of transformers' tokenizers."""
-    return TokenizerFacts(
-        tuple(tokenizer.model_input_names),
-        int(tokenizer.model_max_length),
-        tuple(map(int, tokenizer.all_special_ids)),
-    )
-
-
 # Largest difference from the libraries' results, as a share of the largest number: float32 rounding.
 _TOLERANCE = 1e-5
 
 # Modules without weights that a recipe can name: activations, and what turns logits into scores.
-_PLAIN = {
-    "Identity": nn.Identity,
-    "Sigmoid": nn.Sigmoid,
-    "Tanh": nn.Tanh,
-    "GELU": nn.GELU,
-    "ReLU": nn.ReLU,
-    "SiLU": nn.SiLU,
-}
+_PLAIN = {each.__name__: each for each in (nn.Identity, nn.Sigmoid, nn.Tanh, nn.GELU, nn.ReLU, nn.SiLU)}
 
 # Modules of heads, and those of them that have weights.
-_MODULES = ("Dense", "LayerNorm", "Normalize", "Identity")
 _WITH_WEIGHTS = ("Dense", "LayerNorm")
+_MODULES = (*_WITH_WEIGHTS, "Normalize", "Identity")
 
 # Texts for the proof. Each is read alone, and classifiers read each pair of neighbors.
 PROBES = (
@@ -199,34 +180,38 @@ class UnfitError(Exception):
     """A model, or a checkpoint, that a recipe cannot describe; the message says why."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProvenRecipe:
-    """A recipe, and the model that it describes with the weights of the libraries' model."""
-
-    recipe: Recipe
-    model: LoadedModel
+# Fields that a recipe has as a model has them, and those that are rules of roles.
+_ALIKE = ("score_task", "similarity", "max_tokens", "architecture", "labels", "prompts", "truncation_side")
+_ROLES = ("query", "document", "text")
 
 
-def make_recipe(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]) -> ProvenRecipe:
-    """The recipe of a model that the libraries have loaded from a folder, proven.
+def make_recipe(
+    model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]
+) -> tuple[Recipe, LoadedModel]:
+    """The proven recipe of a model that the libraries have loaded from a folder, and what it builds with the
+    weights of that model.
 
     `module_folders` are sentence-transformers' modules in their order: the kind and the folder of each.
     Raises UnfitError for a model that a recipe cannot describe, or that differs in any way from what the
     recipe builds."""
     recipe = _described(model, folder, module_folders)
     made = _assembled(recipe, folder, _shared_tensors(model, recipe), model.name)
-    difference = _difference(made, model)
-    if difference is not None:
-        raise UnfitError(difference)
-    recipe = msgspec.structs.replace(recipe, proof=_proof(made, model))
-    return ProvenRecipe(recipe, made)
+    _refuse_difference(made, model)
+    return msgspec.structs.replace(recipe, proof=_proof(made, model)), made
+
+
+# Keys of tensors: "model.<name>" for the model's own, and "<task>.<module>.<name>" for those of heads.
+_BACKBONE = "model."
 
 
 def build(recipe: Recipe, folder: Path, device: torch.device, name: str) -> LoadedModel:
     """The model of a recipe, with weights from the checkpoint's folder. Raises ModelLoadError for weights
     that are not finite, and other errors for files that are not what they were."""
     dtype = getattr(torch, recipe.dtype)
-    places = dict(_all_places(recipe))
+    places = {_BACKBONE + name: place for name, place in recipe.tensors.items()}
+    for task, each in recipe.tasks.items():
+        for i, module in enumerate(each.modules or ()):
+            places |= {f"{task}.{i}.{name}": place for name, place in module.tensors.items()}
     tensors = {}
     for file in sorted({place.file for place in places.values()}):
         with safe_open(folder / file, framework="pt") as stored:
@@ -237,19 +222,6 @@ def build(recipe: Recipe, folder: Path, device: torch.device, name: str) -> Load
                     tensors[key] = stored.get_tensor(place.name).clone().to(device, wanted)
     refuse_not_finite(str(folder), tensors.items())
     return _assembled(recipe, folder, tensors, name)
-
-
-# Keys of tensors: "model.<name>" for the model's own, and "<task>.<module>.<name>" for those of heads.
-_BACKBONE = "model."
-
-
-def _all_places(recipe: Recipe) -> Iterator[tuple[str, TensorPlace]]:
-    for name, place in recipe.tensors.items():
-        yield _BACKBONE + name, place
-    for task, each in recipe.tasks.items():
-        for i, module in enumerate(each.modules or ()):
-            for name, place in module.tensors.items():
-                yield f"{task}.{i}.{name}", place
 
 
 # From the libraries' model to a recipe.
@@ -277,6 +249,8 @@ def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[
     if classifier is None and not has_pooler:
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("pooler.")}
     text, text_file = _tokenizer_json(model.tokenizer, folder)
+    alike: dict[str, Any] = {name: getattr(model, name) for name in _ALIKE}
+    alike |= {role: _role(getattr(model, role)) for role in _ROLES}
     return Recipe(
         encoder=config,
         dtype=str(model.file_dtype).removeprefix("torch."),
@@ -284,23 +258,18 @@ def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[
         has_pooler=has_pooler,
         tensors={name: stored.place_of(name, tensor) for name, tensor in wanted.items()},
         tasks={name: _task(task, stored, module_folders) for name, task in model.tasks.items()},
-        tokenizer=facts_of(model.tokenizer),
+        tokenizer=TokenizerFacts(
+            tuple(model.tokenizer.model_input_names),
+            int(model.tokenizer.model_max_length),
+            tuple(map(int, model.tokenizer.all_special_ids)),
+        ),
         tokenizer_file=text_file,
         tokenizer_json=None if text_file is not None else text,
         score_type=model.score_type.value,
-        score_task=model.score_task,
-        similarity=model.similarity,
-        max_tokens=model.max_tokens,
-        architecture=model.architecture,
-        labels=model.labels,
         activation=_plain_name(model.activation),
         probabilities="sigmoid" if model.probabilities is torch.sigmoid else "softmax",
-        prompts=dict(model.prompts),
-        query=_role(model.query),
-        document=_role(model.document),
-        text=_role(model.text),
         truncation=model.pairs.truncation,
-        truncation_side=model.truncation_side,
+        **alike,
     )
 
 
@@ -319,12 +288,8 @@ def _classifier_of(model: LoadedModel) -> Any:
 
 def _encoder_config(config: Any) -> dict[str, Any]:
     names = {each.name for each in dataclasses.fields(bert.EncoderConfig)} - {"settings"}
-    unlike = {
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "chunk_size_feed_forward": 0,
-    }
-    for name, plain in unlike.items():
+    usual = {"is_decoder": False, "add_cross_attention": False, "chunk_size_feed_forward": 0}
+    for name, plain in usual.items():
         if getattr(config, name, plain) != plain:
             raise UnfitError(f"its {name} is {getattr(config, name)!r}")
     if config.hidden_act not in bert.ACTIVATIONS:
@@ -416,20 +381,16 @@ def _plain_name(module: Any) -> str:
 
 
 def _role(rules: RoleRules) -> RoleRecipe:
-    return RoleRecipe(
-        rules.prompt,
-        rules.max_tokens,
-        rules.expansion,
-        None if rules.skipped_ids is None else tuple(map(int, rules.skipped_ids)),
-        rules.pool_prompt,
-    )
+    skipped = None if rules.skipped_ids is None else tuple(map(int, rules.skipped_ids))
+    return RoleRecipe(rules.prompt, rules.max_tokens, rules.expansion, skipped, rules.pool_prompt)
 
 
 def _tokenizer_json(tokenizer: Any, folder: Path) -> tuple[str, str | None]:
     """A tokenizer as the tokenizers library states it, and the file of the checkpoint that says the same, if
     there is one."""
     stated = _stated(tokenizer.backend_tokenizer)
-    for path in sorted(folder.rglob("tokenizer.json")):
+    # The root first: `recipe_store` does not notice changes in folders of exports.
+    for path in sorted(folder.rglob("tokenizer.json"), key=lambda path: (len(path.parts), path)):
         if _stated(Tokenizer.from_file(str(path))) == stated:
             return stated, path.relative_to(folder).as_posix()
     return stated, None
@@ -469,7 +430,11 @@ def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor]
     whole.load_state_dict(_under(tensors, _BACKBONE), assign=True)
     whole.eval().requires_grad_(False)
     backbone = whole.base_model
-    tokenizer = PlainTokenizer(_backend(recipe, folder), recipe.tokenizer)
+    alike: dict[str, Any] = {name: getattr(recipe, name) for name in _ALIKE}
+    alike |= {role: _rules(getattr(recipe, role)) for role in _ROLES}
+    file, text = recipe.tokenizer_file, recipe.tokenizer_json or ""
+    backend = Tokenizer.from_file(str(folder / file)) if file else Tokenizer.from_str(text)
+    tokenizer = PlainTokenizer(backend, recipe.tokenizer)
     tasks = {key: _assembled_task(key, task, whole, tokenizer, tensors) for key, task in recipe.tasks.items()}
     return LoadedModel(
         name=name,
@@ -477,24 +442,15 @@ def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor]
         backbone=backbone,
         tokenizer=tokenizer,
         tasks=tasks,
-        score_task=recipe.score_task,
-        query=_rules(recipe.query),
-        document=_rules(recipe.document),
-        text=_rules(recipe.text),
-        max_tokens=recipe.max_tokens,
         causal=False,
         position_offset=position_offset(backbone),
         uncounted_id=uncounted_id(backbone),
         takes_type_ids=takes_type_ids(backbone, tokenizer),
         activation=_PLAIN[recipe.activation](),
-        architecture=recipe.architecture,
         file_dtype=getattr(torch, recipe.dtype),
-        labels=recipe.labels,
         probabilities=torch.sigmoid if recipe.probabilities == "sigmoid" else nn.Softmax(dim=-1),
-        similarity=recipe.similarity,  # type: ignore[arg-type]
-        prompts=recipe.prompts,
         pairs=PairRules(recipe.truncation),  # type: ignore[arg-type]
-        truncation_side=recipe.truncation_side,  # type: ignore[arg-type]
+        **alike,
     )
 
 
@@ -503,85 +459,56 @@ def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.
     return {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
 
 
-def _backend(recipe: Recipe, folder: Path) -> Tokenizer:
-    if recipe.tokenizer_file is not None:
-        return Tokenizer.from_file(str(folder / recipe.tokenizer_file))
-    return Tokenizer.from_str(recipe.tokenizer_json or "")
-
-
 def _assembled_task(
     key: str, task: TaskRecipe, whole: Any, tokenizer: PlainTokenizer, tensors: Mapping[str, torch.Tensor]
 ) -> Task:
+    facts = task.dim, task.normalized
     if task.modules is None:
-        head: Any = ClassifierHead(whole)
-        reference: Reference = ClassifierReference(whole, tokenizer)
-        return Task(task.pooling, head, task.dim, task.normalized, reference)
+        return Task(task.pooling, ClassifierHead(whole), *facts, ClassifierReference(whole, tokenizer))
     modules = [_module(module, _under(tensors, f"{key}.{i}.")) for i, module in enumerate(task.modules)]
-    feature = "token_embeddings" if task.pooling == "all" else "sentence_embedding"
-    head = ModuleHead(modules, feature)
-    if task.pooling == "all":
-        reference = HiddenStatesReference(whole, tokenizer, head)
-    else:
-        reference = PooledReference(whole, tokenizer, task.pooling, head)
+    head = ModuleHead(modules, "token_embeddings" if task.pooling == "all" else "sentence_embedding")
     made = head if task.columns is None else FirstColumns(head, task.columns, normalized=False)
-    return Task(task.pooling, made, task.dim, task.normalized, reference)
+    return Task(task.pooling, made, *facts, StatesReference(whole, tokenizer, head, task.pooling))
 
 
 def _module(recipe: ModuleRecipe, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    def linear(name: str) -> nn.Linear:
+        outputs, inputs = recipe.shapes[f"{name}.weight"]
+        return nn.Linear(inputs, outputs, bias=f"{name}.bias" in recipe.shapes)
+
     with torch.device("meta"):
-        made = _empty_module(recipe)
+        match recipe.kind:
+            case "Dense":
+                residual = linear("residual") if "residual.weight" in recipe.shapes else None
+                activation = _PLAIN[recipe.activation]()
+                made: nn.Module = Dense(linear("linear"), activation, recipe.use_residual, residual)
+            case "LayerNorm":
+                made = LayerNorm(nn.LayerNorm(recipe.shapes["norm.weight"], eps=recipe.eps))
+            case kind:
+                made = {"Normalize": Normalize, "Identity": nn.Identity}[kind]()
     made.load_state_dict(tensors, assign=True)
     return made.eval().requires_grad_(False)
 
 
-def _empty_module(recipe: ModuleRecipe) -> nn.Module:
-    match recipe.kind:
-        case "Dense":
-            linear = _linear(recipe, "linear")
-            residual = _linear(recipe, "residual") if "residual.weight" in recipe.shapes else None
-            return Dense(linear, _PLAIN[recipe.activation](), recipe.use_residual, residual)
-        case "Normalize":
-            return Normalize()
-        case "LayerNorm":
-            return LayerNorm(nn.LayerNorm(recipe.shapes["norm.weight"], eps=recipe.eps))
-        case "Identity":
-            return nn.Identity()
-    raise UnfitError(f"there is no module {recipe.kind}")
-
-
-def _linear(recipe: ModuleRecipe, name: str) -> nn.Linear:
-    outputs, inputs = recipe.shapes[f"{name}.weight"]
-    return nn.Linear(inputs, outputs, bias=f"{name}.bias" in recipe.shapes)
-
-
 def _rules(recipe: RoleRecipe) -> RoleRules:
-    return RoleRules(
-        prompt=recipe.prompt,
-        max_tokens=recipe.max_tokens,
-        expansion=recipe.expansion,
-        skipped_ids=None if recipe.skipped_ids is None else np.array(recipe.skipped_ids, dtype=np.int64),
-        pool_prompt=recipe.pool_prompt,
-    )
+    skipped = None if recipe.skipped_ids is None else np.array(recipe.skipped_ids, dtype=np.int64)
+    return RoleRules(**msgspec.structs.asdict(recipe) | {"skipped_ids": skipped})
 
 
 # The proof.
 
 
-def _difference(made: LoadedModel, model: LoadedModel) -> str | None:
-    """The first field in which two models differ; their modules, tokenizers and tasks are compared by what
-    they compute."""
+def _refuse_difference(made: LoadedModel, model: LoadedModel) -> None:
+    """Raises UnfitError for a field in which two models differ; their modules, tokenizers and tasks are
+    compared by what they compute."""
     apart = {"backbone", "tokenizer", "tasks", "reader"}
-    for field in dataclasses.fields(LoadedModel):
-        if field.name not in apart and not _same(getattr(made, field.name), getattr(model, field.name)):
-            return f"{field.name} would differ"
-    if made.tasks.keys() != model.tasks.keys():
-        return "its tasks would differ"
+    for name in {field.name for field in dataclasses.fields(LoadedModel)} - apart:
+        if not _same(getattr(made, name), getattr(model, name)):
+            raise UnfitError(f"{name} would differ")
     for name, task in model.tasks.items():
-        ours = made.tasks[name]
         for attribute in ("pooling", "dim", "normalized", "words"):
-            if getattr(ours, attribute) != getattr(task, attribute):
-                return f"{attribute} of {name} would differ"
-    return None
+            if getattr(made.tasks[name], attribute) != getattr(task, attribute):
+                raise UnfitError(f"{attribute} of {name} would differ")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -590,8 +517,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, nn.Module):
         return type(one) is type(other) and repr(one) == repr(other)
     if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
         return type(one) is type(other) and all(
-            _same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
+            _same(getattr(one, name), getattr(other, name)) for name in names
         )
     return bool(one == other)
 
@@ -636,10 +564,7 @@ def _probe_sequences(made: LoadedModel, model: LoadedModel) -> Iterator[TokenSeq
     """The probes as the libraries' tokenizer reads them. Raises UnfitError where the plain one does not read
     them alike."""
     pairs, rows = pairwise(PROBES), token_rows(model.backbone)
-    inputs: list[tuple[str, ...]] = [(text,) for text in PROBES]
-    if model.score_task == "classify":
-        inputs += list(pairs)
-    for texts in inputs:
+    for texts in [*((text,) for text in PROBES), *(pairs if model.score_task == "classify" else ())]:
         # Lists keep an empty second text, as in sentence-transformers; a plain one is taken for none.
         batch = model.tokenizer(*([text] for text in texts))
         expected = {name: rows[0] for name, rows in batch.items() if name != "attention_mask"}

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from maxsimd.engine.checkpoint.files import (
-    CheckpointFiles,
+    UNREAD_FOLDERS,
     embedded_model_path,
     find_file,
     local_folder,
@@ -40,14 +40,12 @@ log = logging.getLogger(__name__)
 _IRRELEVANT = frozenset(
     {
         *("model", "revision", "offline", "device", "dtype", "max_batch_tokens", "max_batch_sequences"),
-        *("max_queued_tokens", "max_wait_seconds", "max_request_tokens", "steps_in_flight"),
-        "max_vectors",
+        *("max_queued_tokens", "max_wait_seconds", "max_request_tokens", "steps_in_flight", "max_vectors"),
         *("step_timeout_seconds", "quantization", "kernels", "maxsim", "attention", "cuda_graphs", "packing"),
         *("prefix_sharing", "dimensions", "doc_token_pooling", "query_prompt", "document_prompt"),
         *("instruction", "calibration", "window_overlap", "cache_mb", "device_cache_mb", "cache_dir"),
-        "cache_by_tenant",
         *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
-        "score_label",
+        *("cache_by_tenant", "score_label"),
     }
 )
 # Irrelevant options that change how texts are read.
@@ -55,7 +53,6 @@ _OF_TEXTS = frozenset({"query_prompt", "document_prompt", "instruction"})
 _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
 # Files of a checkpoint that nobody reads who loads it with safetensors.
 _UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE")
-_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
 # In a configuration: code of another repository, which may change while the checkpoint does not.
 _CODE_ELSEWHERE = re.compile(rb'"[^"\s/]+/[^"\s/]+--\w+(\.\w+)+"')
 # All configuration files together; folders with more hold something else, such as datasets.
@@ -110,16 +107,17 @@ def source_of(config: EngineConfig) -> Source | None:
     content = _content([folder], config, _IRRELEVANT)
     if content is None:
         return None
-    return Source(config.model or EMBEDDED_MODEL, folder, content, _module_folders(files))
+    kinds = [str(module["type"]).rpartition(".")[2] for module in files.modules]
+    folders = tuple(zip(kinds, [module["path"] for module in files.modules], strict=True))
+    return Source(config.model or EMBEDDED_MODEL, folder, content, folders)
 
 
 def find_recipe(source: Source) -> Recipe | None:
     """The recipe that an earlier start has made, or that comes with the package."""
-    shipped = _shipped().recipes.get(source.content)
-    if shipped is not None:
+    if (shipped := _shipped().recipes.get(source.content)) is not None:
         return shipped
-    kept = read_kept(f"{source.key}.json")
     try:
+        kept = read_kept(f"{source.key}.json")
         return None if kept is None else msgspec.json.decode(kept, type=Recipe)
     except msgspec.MsgspecError as error:
         log.debug("a recipe cannot be read: %s", error)
@@ -132,39 +130,35 @@ def store_recipe(source: Source, recipe: Recipe) -> None:
 
 
 def texts_content(config: EngineConfig) -> str | None:
-    """The digest of all that decides how the texts of requests are read, but for our own code: the files of
-    the checkpoint but for its weights, the libraries' versions and the options that change texts or token
-    ids. None where it cannot be told."""
+    """The digest of all that decides how the texts of requests are read, except for our own code: the files
+    of the checkpoint except for its weights, the libraries' versions and the options that change texts or
+    token ids. None if it cannot be computed."""
+    path = config.model if config.model is not None else embedded_model_path()
+    is_file = Path(path).is_file()
     try:
-        return _texts_content(config)
+        # A GGUF file begins with its tokenizer, and the files beside it say how it is used.
+        beginnings = [Path(path)] if is_file else sorted(Path(path).glob("*.gguf"))
+        folders = [local_folder(path, config.revision)]
+        adapter = None if is_file else find_file(path, "adapter_config.json", config.revision)
+        if adapter is not None:
+            settings = json.loads(adapter.read_text(encoding="utf-8"))
+            folders.append(local_folder(str(settings["base_model_name_or_path"]), settings.get("revision")))
+        found = [folder for folder in folders if folder is not None]
+        # A file may stand among many others.
+        names = BESIDE_A_FILE if is_file else None
+        content = _content(found, config, _IRRELEVANT - _OF_TEXTS, names)
+        if content is None or len(found) < len(folders):
+            return None
+        if (template := score_template_file(config)) is not None:
+            beginnings.append(template)
+        digest = hashlib.sha256(content.encode())
+        for file in beginnings:
+            with file.open("rb") as opened:
+                digest.update(opened.read(_BEGINNING))
+        return digest.hexdigest()
     except (OSError, ValueError, KeyError, TypeError, ModelLoadError) as error:
         log.debug("how texts are read is not remembered: %s", error)
         return None
-
-
-def _texts_content(config: EngineConfig) -> str | None:
-    path = config.model if config.model is not None else embedded_model_path()
-    # A GGUF file begins with its tokenizer, and the files beside it say how it is used.
-    beginnings = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.gguf"))
-    folders = [local_folder(path, config.revision)]
-    adapter = None if Path(path).is_file() else find_file(path, "adapter_config.json", config.revision)
-    if adapter is not None:
-        settings = json.loads(adapter.read_text(encoding="utf-8"))
-        folders.append(local_folder(str(settings["base_model_name_or_path"]), settings.get("revision")))
-    found = [folder for folder in folders if folder is not None]
-    # A file may stand among many others.
-    names = BESIDE_A_FILE if Path(path).is_file() else None
-    irrelevant = _IRRELEVANT - _OF_TEXTS
-    content = _content(found, config, irrelevant, names) if len(found) == len(folders) else None
-    if content is None:
-        return None
-    if (template := score_template_file(config)) is not None:
-        beginnings.append(template)
-    digest = hashlib.sha256(content.encode())
-    for file in beginnings:
-        with file.open("rb") as opened:
-            digest.update(opened.read(_BEGINNING))
-    return digest.hexdigest()
 
 
 def knows_texts(content: str) -> bool:
@@ -241,13 +235,6 @@ def _shipped() -> Shipped:
     return msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped) if SHIPPED.exists() else Shipped()
 
 
-def _module_folders(files: CheckpointFiles) -> tuple[tuple[str, str], ...]:
-    return tuple(
-        (str(module.get("type", "")).rsplit(".", 1)[-1], str(module.get("path") or ""))
-        for module in files.modules
-    )
-
-
 def _content(
     folders: list[Path], config: EngineConfig, irrelevant: frozenset[str], names: Iterable[str] | None = None
 ) -> str | None:
@@ -266,7 +253,7 @@ def _content(
     try:
         for folder in folders:
             for path in _read_files(folder) if names is None else _named_files(folder, names):
-                data = _header(path, left) if path.suffix == ".safetensors" else _whole(path, left)
+                data = _read(path, left)
                 left -= len(data)
                 if config.trust_remote_code and path.suffix == ".json" and _CODE_ELSEWHERE.search(data):
                     log.debug("nothing is remembered of %s: it names code of another repository", folder)
@@ -279,10 +266,15 @@ def _content(
 
 
 def _read_files(folder: Path) -> Iterator[Path]:
+    """Raises ValueError for a link to a folder, whose files would not be seen."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") for part in parts) or _UNREAD_FOLDERS & {*parts[:-1]}
-        if not hidden and not _UNREAD.search(path.name) and path.is_file():
+        hidden = any(part.startswith(".") for part in parts) or UNREAD_FOLDERS & {*parts[:-1]}
+        if hidden or _UNREAD.search(path.name):
+            continue
+        if path.is_symlink() and path.is_dir():
+            raise ValueError(f"{path.name} is a link to a folder")
+        if path.is_file():
             yield path
 
 
@@ -292,27 +284,23 @@ def _named_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
         if path.is_file():
             yield path
     if (folder / "modules.json").is_file():
-        for module in json.loads((folder / "modules.json").read_bytes()):
-            if module.get("path"):
+        for module in read_files(str(folder), None).modules:
+            if module["path"]:
                 yield from _read_files(folder / module["path"])
 
 
-def _whole(path: Path, most: int) -> bytes:
-    if path.stat().st_size > most:
-        raise ValueError(f"{path.name} is too large for a configuration")
-    return path.read_bytes()
-
-
-def _header(path: Path, most: int) -> bytes:
-    """The header of a safetensors file: names, types, shapes and places of its tensors."""
+def _read(path: Path, most: int) -> bytes:
+    """The content of a file; of a safetensors file the header: names, types, shapes and places of its
+    tensors. Raises ValueError for one of more bytes than `most`."""
+    has_weights = path.suffix == ".safetensors"
     with path.open("rb") as file:
-        start = file.read(8)
-        size = int.from_bytes(start, "little")
-        if len(start) < 8 or size > most:
-            raise ValueError(f"{path.name} has no safetensors header")
-        header = file.read(size)
-    json.loads(header)
-    return header
+        size = int.from_bytes(file.read(8), "little") if has_weights else path.stat().st_size
+        if size > most:
+            raise ValueError(f"{path.name} is too large for a configuration")
+        data = file.read(size)
+    if has_weights:
+        json.loads(data)
+    return data
 
 
 @cache
@@ -339,10 +327,10 @@ def _cache_folder(create: bool) -> Path | None:
         if not _is_own(status) or not stat.S_ISDIR(status.st_mode):
             log.warning("%s belongs to somebody else, or others may write to it, and is not used", folder)
             return None
+        return folder
     except OSError as error:
         log.debug("no recipes are kept: %s", error)
         return None
-    return folder
 
 
 def _is_own(status: os.stat_result) -> bool:

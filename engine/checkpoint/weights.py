@@ -27,29 +27,41 @@ _PICKLED = "pytorch_model.bin"
 _OF_OTHERS = frozenset({".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".xml"})
 
 
-def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError when any part of a checkpoint has its weights only as pickles."""
-    if files.config_at_root and not _has_safetensors(model, "", revision):
-        if not any(find_file(model, name, revision) for name in (_PICKLED, f"{_PICKLED}.index.json")):
-            raise _no_weights(model)
-        raise _only_pickles(model, "")
-    for folder in dict.fromkeys(module["path"] for module in files.modules if module.get("path")):
+def refuse_weights(model: str, revision: str | None, files: CheckpointFiles, allow_pickle: bool) -> None:
+    """Raises ModelLoadError for a checkpoint without weights and, unless `allow_pickle`, for one that has any
+    part of them only as pickles."""
+    pickled = (_PICKLED, f"{_PICKLED}.index.json")
+    names = (_WHOLE, _INDEX, *pickled)
+    if files.config_at_root and not any(find_file(model, name, revision) for name in names):
+        there = [each.relative_to(model) for each in sorted(Path(model).glob("**/*")) if each.is_file()]
+        named = [each.name for each in there if each.suffix == ".safetensors" and len(each.parts) == 1]
+        if len(named) == 1 and not named[0].startswith("adapter_"):
+            raise ModelLoadError(
+                f"{model!r} has no {_WHOLE}, but {named[0]}; rename that file if it has the model's weights"
+            )
+        other = next((f" ({each} is for another library)" for each in there if each.suffix in _OF_OTHERS), "")
+        raise ModelLoadError(
+            f"{model!r} has no weights: there is neither {_WHOLE} nor {_INDEX}{other}; download it whole, or "
+            "save the model anew"
+        )
+    root = [""] if files.config_at_root else []
+    for folder in dict.fromkeys([*root, *(f"{each['path']}/" for each in files.modules if each["path"])]):
+        if allow_pickle or _has_safetensors(model, folder, revision):
+            continue
         # Many modules have no weights at all, so a missing safetensors file alone proves nothing.
-        if not _has_safetensors(model, f"{folder}/", revision):
-            pickled = find_file(model, f"{folder}/{_PICKLED}", revision)
-            if pickled is not None:
-                raise _only_pickles(model, f"{folder}/")
+        if any(find_file(model, folder + name, revision) for name in pickled):
+            raise ModelLoadError(
+                f"{model!r} has no {folder}{_WHOLE}; weights that are there only as pickles "
+                f"({folder}{_PICKLED}) can run code as they are read: convert them to safetensors, or trust "
+                "them with allow_pickle=True"
+            )
 
 
 def _has_safetensors(model: str, folder: str, revision: str | None) -> bool:
-    if (index := find_file(model, folder + _INDEX, revision)) is not None:
-        _check_index(model, folder, index)
-        return True
-    return find_file(model, folder + _WHOLE, revision) is not None
-
-
-def _check_index(model: str, folder: str, index: Path) -> None:
-    for name in sorted(set(_weight_map(model, index).values())):
+    index = find_file(model, folder + _INDEX, revision)
+    if index is None:
+        return find_file(model, folder + _WHOLE, revision) is not None
+    for name in sorted({*_weight_map(model, index).values()}):
         if not name.endswith(".safetensors") or "/" in name or "\\" in name:
             raise ModelLoadError(
                 f"{folder}{_INDEX} of {model!r} names {name!r}, which is no safetensors file beside it; save "
@@ -60,6 +72,7 @@ def _check_index(model: str, folder: str, index: Path) -> None:
             raise ModelLoadError(
                 f"{folder}{name} of {model!r} is not there, and {_INDEX} names it; download it again"
             )
+    return True
 
 
 def _weight_map(model: str, index: Path) -> dict[str, str]:
@@ -70,80 +83,41 @@ def _weight_map(model: str, index: Path) -> dict[str, str]:
         raise ModelLoadError(f"{index.name} of {model!r} has no map of weights: {error!r}") from error
 
 
-def refuse_missing_weights(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError for a checkpoint without weights, where pickles are allowed too."""
-    names = (_WHOLE, _INDEX, _PICKLED, f"{_PICKLED}.index.json")
-    if files.config_at_root and not any(find_file(model, name, revision) for name in names):
-        raise _no_weights(model)
-
-
-def _no_weights(model: str) -> ModelLoadError:
-    there = [each.relative_to(model) for each in sorted(Path(model).glob("**/*")) if each.is_file()]
-    named = [each.name for each in there if each.suffix == ".safetensors" and len(each.parts) == 1]
-    if len(named) == 1 and not named[0].startswith("adapter_"):
-        return ModelLoadError(
-            f"{model!r} has no {_WHOLE}, but {named[0]}; rename that file if it has the weights of the model"
-        )
-    other = next((str(each) for each in there if each.suffix in _OF_OTHERS), None)
-    beside = f" ({other} is for another library)" if other else ""
-    return ModelLoadError(
-        f"{model!r} has no weights: there is neither {_WHOLE} nor {_INDEX}{beside}; download it whole, or "
-        "save the model anew"
-    )
-
-
-def _only_pickles(model: str, folder: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"{model!r} has no {folder}{_WHOLE}; weights that are there only as pickles ({folder}{_PICKLED}) "
-        "can run code as they are read: convert them to safetensors, or trust them with allow_pickle=True"
-    )
-
-
-def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names start with `prefix`, by the rest of their names."""
-    index = find_file(model, _INDEX, revision)
-    if index is None:
-        names = [_WHOLE]
-    else:
-        weight_map = _weight_map(model, index)
-        names = sorted({file for tensor, file in weight_map.items() if tensor.startswith(prefix)})
-    tensors = {}
-    for name in names:
-        path = find_file(model, name, revision)
-        if path is None:
-            raise ModelLoadError(f"{model!r} has no {name}")
-        with safe_open(path, framework="pt") as file:
-            for tensor in file.keys():  # noqa: SIM118 (not a mapping)
-                if tensor.startswith(prefix):
-                    tensors[tensor.removeprefix(prefix)] = file.get_tensor(tensor).float()
-    return tensors
-
-
 def tensor_names(model: str, revision: str | None, folder: str = "") -> frozenset[str]:
     """The names of all tensors in a checkpoint's safetensors files, or in those of a `folder/` of it; none if
     its weights are pickles."""
-    index = find_file(model, folder + _INDEX, revision)
-    if index is not None:
-        return frozenset(_weight_map(model, index))
-    path = find_file(model, folder + _WHOLE, revision)
-    if path is None:
-        return frozenset()
-    with safe_open(path, framework="pt") as file:
-        return frozenset(file.keys())
+    return frozenset(_file_names(model, revision, folder))
 
 
-def files_of_tensors(model: str, revision: str | None) -> dict[str, Path]:
-    """The file of each tensor of the backbone, by the tensor's name. Raises ModelLoadError where one is
-    missing."""
-    index = find_file(model, _INDEX, revision)
-    named = {_WHOLE} if index is None else set(_weight_map(model, index).values())
+def _file_names(model: str, revision: str | None, folder: str = "") -> Mapping[str, str]:
+    """The name of each tensor's file, by the tensor's name. Like transformers, prefers one file with all
+    weights to an index, which may be of an earlier save."""
+    whole = find_file(model, folder + _WHOLE, revision)
+    if whole is None:
+        index = find_file(model, folder + _INDEX, revision)
+        return {} if index is None else _weight_map(model, index)
+    with safe_open(whole, framework="pt") as file:
+        return dict.fromkeys(file.keys(), _WHOLE)
+
+
+def files_of_tensors(model: str, revision: str | None, prefix: str = "") -> dict[str, Path]:
+    """The file of each tensor of the backbone whose name starts with `prefix`, by that name. Raises
+    ModelLoadError where one is missing."""
+    files = _file_names(model, revision) or {prefix: _WHOLE}
+    named = {tensor: file for tensor, file in files.items() if tensor.startswith(prefix)}
+    paths = {file: find_file(model, file, revision) for file in sorted({*named.values()})}
+    there = {file: path for file, path in paths.items() if path is not None}
+    if lacking := paths.keys() - there.keys():
+        raise ModelLoadError(f"{model!r} has no {min(lacking)}")
+    return {tensor: there[file] for tensor, file in named.items()}
+
+
+def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names start with `prefix`, float32, by the rest of their names."""
     tensors = {}
-    for name in sorted(named):
-        path = find_file(model, name, revision)
-        if path is None:
-            raise ModelLoadError(f"{model!r} has no {name}")
+    for name, path in files_of_tensors(model, revision, prefix).items():
         with safe_open(path, framework="pt") as file:
-            tensors.update(dict.fromkeys(file.keys(), path))
+            tensors[name.removeprefix(prefix)] = file.get_tensor(name).float()
     return tensors
 
 
@@ -181,29 +155,11 @@ class StoredWeights:
 # them on top of its backbone when only the backbone is read.
 UNUSED_HEADS = frozenset(
     {
-        "classifier",
-        "cls",
-        "decoder",
-        "discriminator_predictions",
-        "generator_lm_head",
-        "generator_predictions",
-        "head",
-        "lm_head",
-        "lm_loss",
-        "lm_predictions",
-        "logits_proj",
-        "mask_predictions",
-        "mlm_head",
-        "pooler",
-        "pre_classifier",
-        "predictions",
-        "qa_outputs",
-        "score",
-        "sequence_summary",
-        "sop_classifier",
-        "vocab_layer_norm",
-        "vocab_projector",
-        "vocab_transform",
+        *("classifier", "cls", "decoder", "discriminator_predictions", "generator_lm_head"),
+        *("generator_predictions", "head", "lm_head", "lm_loss", "lm_predictions"),
+        *("logits_proj", "mask_predictions", "mlm_head", "pooler", "pre_classifier"),
+        *("predictions", "qa_outputs", "score", "sequence_summary", "sop_classifier"),
+        *("vocab_layer_norm", "vocab_projector", "vocab_transform"),
     }
 )
 # Losses that trainers save beside a model, with weights of classes or margins of their own.
@@ -217,10 +173,10 @@ _LISTED = 4
 @contextmanager
 def refusing_misfits(
     path: str,
-    read_apart: frozenset[str] = frozenset(),
-    complete: Callable[[torch.nn.Module], None] | None = None,
-    stored: StoredWeights | None = None,
-    given: frozenset[str] = frozenset(),
+    read_apart: frozenset[str],
+    complete: Callable[[torch.nn.Module], None],
+    stored: StoredWeights | None,
+    given: frozenset[str],
 ) -> Iterator[None]:
     """Makes `PreTrainedModel.from_pretrained` on this thread raise ModelLoadError for a checkpoint that does
     not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere. A model that fits is
@@ -240,13 +196,12 @@ def refusing_misfits(
         if stored is not None:
             arguments, options = (None, *arguments[1:]), stored.in_options(options)
         model, info = load(cls, *arguments, **options)
-        _refuse_misfit(path, model, info, read_apart, given, leaves_layers_out=stored is None)
+        _refuse_misfit(path, model, info, read_apart | UNUSED_HEADS, given, stored is None)
         # Each tensor once, even if it has several names.
         named = model.state_dict().items()
         tensors = {_identity(tensor): (name, tensor) for name, tensor in named}
         refuse_not_finite(path, tensors.values())
-        if complete is not None:
-            complete(model)
+        complete(model)
         return model
 
     PreTrainedModel.from_pretrained = classmethod(checked)
@@ -278,40 +233,38 @@ def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 def refuse_modules_not_finite(path: str, modules: Iterable[torch.nn.Module]) -> None:
     """Raises ModelLoadError for such a tensor in the modules behind a transformer."""
     for index, module in enumerate(modules, 1):
-        named = module.state_dict().items()
-        refuse_not_finite(
-            path, [(f"{index}_{type(module).__name__}/{name}", tensor) for name, tensor in named]
-        )
+        prefix = f"{index}_{type(module).__name__}"
+        refuse_not_finite(path, [(f"{prefix}/{name}", each) for name, each in module.state_dict().items()])
 
 
 def _refuse_misfit(
     path: str,
     model: Any,
     info: Mapping[str, Any],
-    read_apart: frozenset[str],
+    harmless: frozenset[str],
     given: frozenset[str],
-    *,
     leaves_layers_out: bool,
 ) -> None:
-    lacking = [name for name in info["missing_keys"] if name not in given]
-    missing = sorted(name for name in lacking if not _is_unused_pooler(model, name))
+    # The pooler of a backbone without a head is never called.
+    unused = "pooler." if model.base_model is model else " "
+    missing = sorted(
+        name for name in info["missing_keys"] if name not in given and not name.startswith(unused)
+    )
     beyond, unexpected = [], []
     for name in sorted(info["unexpected_keys"]):
         if leaves_layers_out and _is_of_a_later_layer(model, name):
             beyond.append(name)
-        elif not _is_harmless(model, name, read_apart | UNUSED_HEADS):
+        elif not _is_harmless(model, name, harmless):
             unexpected.append(name)
     shapes = [
         f"{name} {list(found)} in place of {list(wanted)}"
         for name, found, wanted in sorted(info["mismatched_keys"])
     ]
     wrong = {"missing": missing, "unexpected": unexpected, "wrongly shaped": shapes}
-    listed = "; ".join(f"{kind}: {_shortened(names)}" for kind, names in wrong.items() if names)
+    listed = "; ".join(f"{kind}: {some_of(names)}" for kind, names in wrong.items() if names)
     if beyond and not listed:
         log.warning(
-            "%s has more layers than its config.json says; ignoring the tensors %s",
-            path,
-            _shortened(beyond),
+            "%s has more layers than its config.json says; ignoring the tensors %s", path, some_of(beyond)
         )
     if listed:
         prefix = _extra_prefix(missing, unexpected)
@@ -328,11 +281,6 @@ def _extra_prefix(missing: list[str], unexpected: list[str]) -> str:
             prefix = name.removesuffix(missing[0])
             return prefix if {f"{prefix}{each}" for each in missing} <= {*unexpected} else ""
     return ""
-
-
-def _is_unused_pooler(model: Any, name: str) -> bool:
-    """Whether a tensor belongs to the pooler of a backbone without a head, which is never called."""
-    return model.base_model is model and name.split(".")[0] == "pooler"
 
 
 def _is_harmless(model: Any, name: str, harmless: frozenset[str]) -> bool:
@@ -355,6 +303,7 @@ def _is_of_a_later_layer(model: Any, name: str) -> bool:
     return False
 
 
-def _shortened(names: list[str]) -> str:
+def some_of(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError, RequestFailedError
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.detect import SUPPORTED
-from maxsimd.engine.checkpoint.files import VOCABULARIES, damage_of, refuse_damaged_files
+from maxsimd.engine.checkpoint.files import VOCABULARIES, damage_of, find_file, refuse_damaged_files
+from maxsimd.engine.checkpoint.recipe_store import texts_content
 from tests.checkpoints import (
     adapters,
     bi_encoders,
@@ -402,7 +403,7 @@ _DAMAGED: list[Case] = [
         for edit, message in (
             (changes.in_place_of(_SECOND, _POINTER), "`git lfs pull`"),
             (changes.cut_short(_SECOND),
-             r"is cut short: it has \d+ of at least \d+ bytes; download it again"),
+             r"is damaged or cut short at \d+ bytes: .* not fully covered; download it again"),
             (changes.in_place_of(_SECOND, b""), "is empty; download it again"),
             (removed(_SECOND), "is not there, .* download it again"),
         )
@@ -415,7 +416,7 @@ _DAMAGED: list[Case] = [
         )
     ],
     (_BERT, changes.in_place_of(_WHOLE, b"<html>Not found</html>"), {},
-     f"{_WHOLE} of .* not a safetensors file; "),
+     f"{_WHOLE} of .* is damaged or cut short at 22 bytes: .*; download it"),
     (_BERT, changes.cut_short("tokenizer.json"), {},
      "tokenizer.json of .* is not JSON: .*; download it again"),
     (_BERT, changes.in_place_of("tokenizer_config.json", b""), {},
@@ -440,7 +441,7 @@ _DAMAGED: list[Case] = [
         for old, new, message in (
             ('"type"', '"kind"', "modules.json of .* gives its module 0 no type"),
             ("transformer.Transformer", "bow.BoW", "modules.json of .* begins with a BoW, not a transformer"),
-            ('"path": ""', '"path": "0_Gone"', "has no 0_Gone/config.json, where its modules.json has the"),
+            ('"path": ""', '"path": "0_Gone"', "has no 0_Gone/config.json with the settings of the Tr"),
         )
     ],
     (partial(bi_encoders.bert, behind="a residual"), removed("*_Dense/*.safetensors"), {},
@@ -473,7 +474,9 @@ _DAMAGED: list[Case] = [
          "has a module in .*, outside of its own folder")
         for path in ("../other", "/other", "a/../../b")
     ],
-    (_BERT, settings(hidden_act="no"), {}, "config.json sets hidden_act to 'no', which"),
+    # As torch saved weights before version 1.6.
+    (_BERT, _both(_pickled(b"\x80\x02 and more"), settings(hidden_act="no")), {"allow_pickle": True},
+     "config.json sets hidden_act to 'no', which"),
     (cross_encoders.modernbert, changes.without_settings("pad_token_id"), {},
      "a pad_token_id beyond its vocab_size"),
     (_BERT, lambda folder: (folder / _WHOLE).rename(folder / "Model.safetensors"), {},
@@ -574,16 +577,16 @@ def test_a_damaged_file_that_nobody_reads_does_no_harm(changed: Changed) -> None
     load_model(EngineConfig(model=str(path)), changes.CPU)
 
 
-def test_folders_that_routes_name_are_looked_at(tmp_path: Path) -> None:
+def test_folders_that_are_read_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "query_0").mkdir()
     (tmp_path / "query_0" / "config.json").write_bytes(_POINTER)
     (tmp_path / "modules.json").write_text('[{"path": "", "type": "sentence_transformers.models.Router"}]')
     (tmp_path / "router_config.json").write_text('{"types": {"gone_0": "a", "query_0": "b"}}')
+    assert find_file(str(tmp_path), "/modules.json", None) == tmp_path / "modules.json"
     with pytest.raises(ModelLoadError, match=r"^query_0/config.json of .* Git LFS pointer"):
         refuse_damaged_files(str(tmp_path))
-
-
-def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "router_config.json").unlink()
+    shutil.rmtree(tmp_path / "query_0")
     for folder in ("lost+found", "old"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_bytes(_POINTER)
@@ -597,18 +600,6 @@ def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "iterdir", listing)
     refuse_damaged_files(str(tmp_path))
     assert "old/config.json of" in str(damage_of(str(tmp_path)))
-
-
-def test_unreadable_files_are_named(bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    can, file = os.access, "tokenizer.json"
-    monkeypatch.setattr(os, "access", lambda path, mode: file not in str(path) and can(path, mode))
-    said = refusal(bert_cross_encoder)
-    assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", said), said
-
-
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
-    assert re.search("'some/model' is not a folder; .* set HOME or HF_HOME", refusal("some/model"))
 
 
 _GGUF: list[tuple[Build, str]] = [
@@ -629,7 +620,7 @@ _GGUF: list[tuple[Build, str]] = [
     (partial(gguf_models.bge, **{"attention.causal": True}), "not said to attend both ways"),
     (partial(gguf_models.bge, block_count=4), "missing: encoder.layer.3"),
     (partial(gguf_models.bge, feed_forward_length=128), r"wrongly shaped: encoder.layer.0.intermediate"),
-    (partial(gguf_models.bge, block_count=2), r"unexpected: encoder.layer.2"),
+    (partial(gguf_models.bge, block_count=2), "has tensors that a bert is not read .*: blk.2"),
     (partial(gguf_models.llama, more={"rope_freqs.weight": torch.ones(32)}),
      "scales positions as Llama 3.1 does"),
     (partial(gguf_models.llama, more={"blk.0.attn_sinks.weight": torch.ones(4)}),
@@ -652,9 +643,15 @@ def test_what_stands_beside_a_gguf_file_is_compared(checkpoints: SharedCheckpoin
     embedder = Path(gguf_models.qwen3_embedding(tmp_path / "embedder"))
     (embedder.parent / "config.json").write_text('{"is_causal": false}', encoding="utf-8")
     assert "reads in both directions" in refusal(embedder)
+    (embedder.parent / "modules.json").write_text('["a"]', encoding="utf-8")
+    assert texts_content(EngineConfig(model=str(embedder))) is None
 
 
-def test_a_file_that_is_no_such_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_such_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_models, "_TYPED", ["<|rerank_token|>"])
+        of_jina = gguf_models.qwen3(tmp_path / "jina-reranker-v3")
+    assert "whose projection a GGUF file does not have; name jina" in refusal(of_jina)
     (tmp_path / "some.gguf").write_bytes(b"GGUF and nothing more")
     assert "cannot be read as a GGUF file" in refusal(tmp_path / "some.gguf")
     assert "there is no file '/nowhere/some.gguf'" in refusal("/nowhere/some.gguf")
@@ -673,15 +670,14 @@ def test_a_file_that_is_no_such_gguf_file_is_refused(tmp_path: Path) -> None:
     assert "not finite in its tensor embeddings.LayerNorm.weight" in refusal(path, dtype="float32")
 
 
-def test_a_part_of_jina_reranker_v3_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_models, "_TYPED", ["<|rerank_token|>"])
-    assert "whose projection a GGUF file does not have; name jina" in refusal(gguf_models.qwen3(tmp_path))
-
-
-def test_it_says_to_install_gguf(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoints(gguf_models.qwen3)
+def test_what_is_missing_is_said(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    can, file, bert, qwen3 = os.access, "tokenizer.json", checkpoints(_BERT), checkpoints(gguf_models.qwen3)
+    monkeypatch.setattr(os, "access", lambda path, mode: file not in str(path) and can(path, mode))
+    assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", refusal(bert))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'maxsimd[gguf]'" in refusal(path)
+    assert "pip install 'maxsimd[gguf]'" in refusal(qwen3)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    assert re.search("'some/model' is not a folder; .* set HOME or HF_HOME", refusal("some/model"))
 
 
 def test_half_of_an_adapters_base_is_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from maxsimd.engine.checkpoint import files as hub_files
-from maxsimd.engine.checkpoint.files import find_file
+from maxsimd.engine.checkpoint.files import find_file, warn_of_unknown_modules
 from maxsimd.engine.errors import ModelLoadError
 from tests.server.conftest import web_server
 
@@ -120,3 +120,9 @@ def test_a_cached_model_is_read_without_its_hub(
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("maxsimd.")]
     assert said in line
     assert line.endswith("some/model is read from the local cache. With offline=True no hub is asked")
+    for known in ("other.json", "modules.json"):
+        (folder / ".no_exist" / snapshot.name).mkdir(parents=True, exist_ok=True)
+        (folder / ".no_exist" / snapshot.name / known).touch()
+        caplog.clear()
+        warn_of_unknown_modules("some/model", None)
+        assert ("some/model is pooled by default" in caplog.text) == (known == "other.json")
