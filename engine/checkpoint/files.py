@@ -258,7 +258,7 @@ _REMEMBERED_SECONDS, _REMEMBERED_CACHED_SECONDS = 60.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Answer:
     """The hub's answer, valid until `until` (time.monotonic). `files` is None if the hub could not be asked,
     and `reason` says why."""
 
@@ -267,7 +267,7 @@ class _Asked:
     reason: str
 
 
-_asked: dict[tuple[str, str, str | None], _Asked] = {}
+_answers: dict[tuple[str, str, str | None], _Answer] = {}
 _lock = threading.Lock()
 # Whether this module has put the client offline, because the hub could not be reached.
 _went_offline = False
@@ -316,20 +316,20 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
         raise ModelLoadError(f"cannot read {name} of {model!r}: {one_line(error)}") from error
 
 
-def _ask(endpoint: str, model: str, revision: str | None) -> _Asked:
+def _ask(endpoint: str, model: str, revision: str | None) -> _Answer:
     """Asks the hub for the checkpoint's files. Raises ModelLoadError if the hub has no such checkpoint, and
     GatedRepoError for a gated one."""
     key = (endpoint, model, revision)
     with _lock:
-        said = _asked.get(key)
+        said = _answers.get(key)
         if said is None or time.monotonic() > said.until:
             files, reason, seconds = _ask_now(endpoint, model, revision)
-            said = _asked[key] = _Asked(time.monotonic() + seconds, files, reason)
+            said = _answers[key] = _Answer(time.monotonic() + seconds, files, reason)
         return said
 
 
 def _ask_now(endpoint: str, model: str, revision: str | None) -> tuple[frozenset[str] | None, str, float]:
-    """The fields of `_Asked`, and the seconds for which they are valid."""
+    """The fields of `_Answer`, and the seconds for which they are valid."""
     global _went_offline
     from huggingface_hub import constants, errors
 
@@ -385,7 +385,7 @@ def warn_of_unknown_modules(model: str, revision: str | None) -> None:
     has a modules.json: transformers alone does not ask for it."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    said = _asked.get((constants.ENDPOINT, model, revision))
+    said = _answers.get((constants.ENDPOINT, model, revision))
     if said is None or said.files is not None:
         return
     if try_to_load_from_cache(model, "modules.json", revision=revision) is None:

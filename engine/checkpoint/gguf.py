@@ -93,7 +93,7 @@ class GgufFile:
         what the model computes."""
         unread = sorted(key for key in self._unread if key.startswith(f"{self.architecture}."))
         if unread:
-            raise ModelLoadError(f"{self.path} sets {', '.join(unread)}, which is not carried out here")
+            raise ModelLoadError(f"{self.path} sets {', '.join(unread)}, which is not supported")
 
     @cached_property
     def tokens(self) -> list[tuple[str, int]]:
@@ -180,7 +180,7 @@ def _common(file: GgufFile) -> Config:
     """The settings that all configs share. Raises ModelLoadError for positions that are scaled."""
     scaling = file.setting("rope.scaling.type")
     if scaling not in (None, "none"):
-        raise ModelLoadError(f"{file.path} scales positions by {scaling!r}, which is not carried out here")
+        raise ModelLoadError(f"{file.path} scales positions by {scaling!r}, which is not supported")
     file.setting("vocab_size")  # the rows of the embeddings say the same, and are what is read
     return {
         "hidden_size": file.number("embedding_length"),
@@ -195,7 +195,7 @@ def _common(file: GgufFile) -> Config:
 
 def _decoder(file: GgufFile, kind: str) -> Config:
     if file.setting("attention.causal") is False:
-        raise ModelLoadError(f"{file.path} is a {kind} that attends both ways, which is not carried out here")
+        raise ModelLoadError(f"{file.path} is a {kind} that attends both ways, which is not supported")
     common = _common(file)
     head = file.setting("attention.key_length") or common["hidden_size"] // common["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -398,11 +398,9 @@ def _lay_out(file: GgufFile, folder: Path, in_blocks: bool) -> StoredWeights:
             )
         _link(source, folder, (*_SAYING_HOW, *filter(None, paths)))
     elif embeds:
-        write_modules(folder, config["hidden_size"], _POOLING[pooling])
-        log.info(
-            "%s pools %s and says nothing of prompts: give query_prompt if there is one",
-            *(file.path, _POOLING[pooling]),
-        )
+        method = _POOLING[pooling]
+        write_modules(folder, config["hidden_size"], method)
+        log.info("%s pools %s and names no prompts: give query_prompt if there is one", file.path, method)
     return StoredWeights(partial(read_tensors, file, family, config, names, in_blocks), file.form)
 
 
@@ -450,7 +448,7 @@ def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Confi
     answers = file.shapes.get(ANSWERS)
     if not family.whole or answers is None:
         raise ModelLoadError(
-            f"{file.path} is to rank, but the conversion has left out a part of its classifier; name the "
+            f"{file.path} is a reranker, but the conversion has left out a part of its classifier; name the "
             "checkpoint that it was made from"
         )
     names = labels if labels and len(labels) == answers[0] else [f"LABEL_{i}" for i in range(answers[0])]

@@ -446,7 +446,7 @@ def refuse_unsupported(
     read_apart = files.architecture in (LISTWISE, JINA_M0, STANFORD) or is_visual(files)
     if format_of(model, files) is not None and read_apart:
         raise ModelLoadError(
-            f"the weights of {model!r} are quantized, which is not carried out for a {files.architecture}; "
+            f"the weights of {model!r} are quantized, which is not supported for a {files.architecture}; "
             "name the checkpoint that it was made from"
         )
     if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):

@@ -80,9 +80,8 @@ def library_reader(config: EngineConfig) -> Reader:
         except ModelLoadError:
             raise
         except Exception as error:
-            raise ModelLoadError(
-                f"cannot load {config.model or EMBEDDED_MODEL!r}: {one_line(error)}"
-            ) from error
+            name = config.model or EMBEDDED_MODEL
+            raise ModelLoadError(f"cannot load {name!r}: {one_line(error)}") from error
     assert reader is not None
     return reader
 

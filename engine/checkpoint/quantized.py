@@ -77,7 +77,7 @@ def format_of(model: str, files: CheckpointFiles) -> Format | None:
 
 def _not_read(model: str, method: str) -> ModelLoadError:
     return ModelLoadError(
-        f"the weights of {model!r} are quantized by {method}, which is not carried out here; name the "
+        f"the weights of {model!r} are quantized by {method}, which is not supported; name the "
         'checkpoint that it was made from (quantization="int8" quantizes that one)'
     )
 

@@ -245,10 +245,11 @@ def _refuse_misfit(
     given: frozenset[str],
     leaves_layers_out: bool,
 ) -> None:
-    # The pooler of a backbone without a head is never called.
-    unused = "pooler." if model.base_model is model else " "
+    is_bare = model.base_model is model  # without a head that calls its pooler
     missing = sorted(
-        name for name in info["missing_keys"] if name not in given and not name.startswith(unused)
+        name
+        for name in info["missing_keys"]
+        if name not in given and not (is_bare and name.startswith("pooler."))
     )
     beyond, unexpected = [], []
     for name in sorted(info["unexpected_keys"]):

@@ -278,7 +278,7 @@ def _weights(**said: Any) -> Edit:
 _QUANTIZED: list[Case] = [
     (_W8A8, edit, {}, message)
     for edit, message in [
-        *[(_quantized(quant_method=method), f"quantized by {method}, which is not carried out here; name the")
+        *[(_quantized(quant_method=method), f"quantized by {method}, which is not supported; name the")
           for method in ("gptq", "awq", "bitsandbytes", "mxfp4", "quark")],
         *[(_quantized(format=form), f"format '{form}'") for form in ("marlin-24", "nvfp4-pack-quantized")],
         (_quantized(sparsity_config={"format": "sparse-24-bitmask"}), r"weights \(sparse-24-bitmask\)"),

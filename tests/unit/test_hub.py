@@ -64,7 +64,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Found:
     def find(url: str, model: str = "no-such/model", offline: bool = False) -> str:
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        monkeypatch.setattr(hub_files, "_asked", {})
+        monkeypatch.setattr(hub_files, "_answers", {})
         monkeypatch.setattr(hub_files, "_went_offline", False)
         try:
             return " ".join(str(find_file(model, name, None)) for name in FILES)

@@ -281,7 +281,10 @@ def test_folders_of_many_files_or_links_have_none(folder: Path, monkeypatch: pyt
 
 def test_a_sharded_checkpoint_has_a_recipe(folder: Path, no_libraries: Callable[[], None]) -> None:
     sharded(folder)
+    (folder / "onnx").mkdir()  # changes there would not be noticed
+    shutil.copy(folder / "tokenizer.json", folder / "onnx")
     expected = _results(_load(folder))
+    assert getattr(loading.find_recipe(_source(folder)), "tokenizer_file", "") == "tokenizer.json"
     no_libraries()
     torch.testing.assert_close(_results(_load(folder)), expected)
     # transformers reads whole weights before an index that an earlier save has left.
