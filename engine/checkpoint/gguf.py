@@ -68,6 +68,7 @@ class GgufFile:
     def close(self) -> None:
         """Frees the names of all tokens, some hundred megabytes."""
         del self._reader
+        self.__dict__.pop("tokens", None)
 
     def get(self, key: str) -> Any:
         self._unread.discard(key)

@@ -474,7 +474,6 @@ _DAMAGED: list[Case] = [
          "has a module in .*, outside of its own folder")
         for path in ("../other", "/other", "a/../../b")
     ],
-    # As torch saved weights before version 1.6.
     (_BERT, _both(_pickled(b"\x80\x02 and more"), settings(hidden_act="no")), {"allow_pickle": True},
      "config.json sets hidden_act to 'no', which"),
     (cross_encoders.modernbert, changes.without_settings("pad_token_id"), {},

@@ -123,6 +123,5 @@ def test_a_cached_model_is_read_without_its_hub(
     for known in ("other.json", "modules.json"):
         (folder / ".no_exist" / snapshot.name).mkdir(parents=True, exist_ok=True)
         (folder / ".no_exist" / snapshot.name / known).touch()
-        caplog.clear()
         warn_of_unknown_modules("some/model", None)
-        assert ("some/model is pooled by default" in caplog.text) == (known == "other.json")
+        assert caplog.text.count("some/model is pooled by default") == 1, known
