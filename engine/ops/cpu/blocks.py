@@ -38,7 +38,7 @@ class BlockTensor(torch.Tensor):
     addresses: torch.Tensor  # int64 [rows]
     storages: tuple[torch.Tensor, ...]  # the bytes that the addresses are in
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -112,7 +112,9 @@ class BlockTensor(torch.Tensor):
         return all(bool(self.rows(part).numbers().isfinite().all()) for part in parts)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         kept = _kept(func, args, kwargs)
         if kept is not None:
