@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
@@ -40,8 +39,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """Names of tenants by key (None without a name), named tenants, limits of keys without a name, and the
-    keys of admins."""
+    """Names of tenants by key, named tenants, limits of keys without a name, and keys of admins."""
 
     names: Mapping[bytes, str | None]
     tenants: Mapping[str, Tenant]
@@ -82,7 +80,11 @@ def _read_line(number: int, text: str) -> Line:
             )
         if attribute in attributes:
             raise ValueError(f"line {number} has {attribute} twice")
-        attributes[attribute] = _value_of(number, attribute, value)
+        try:
+            attributes[attribute] = _read_value(attribute, value)
+            Tenant(**{name: attributes[name] for name in attributes.keys() & _LIMITS})
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
     key = text[words[0].start() : words[first - 1].end()]
     name, is_admin = attributes.pop("name", None), attributes.pop("admin", False)
     return Line(number, digest_of(key), name, attributes, is_admin)
@@ -91,16 +93,6 @@ def _read_line(number: int, text: str) -> Line:
 def _is_attribute(word: str) -> bool:
     attribute, equals, _ = word.partition("=")
     return bool(equals) and attribute in ATTRIBUTES
-
-
-def _value_of(number: int, attribute: str, value: str) -> Any:
-    try:
-        read = _read_value(attribute, value)
-        if attribute in _LIMITS:
-            Tenant(**{attribute: read})
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None
-    return read
 
 
 def _read_value(attribute: str, value: str) -> Any:
@@ -130,8 +122,7 @@ def _read_value(attribute: str, value: str) -> Any:
 
 
 def _table_of(lines: list[Line]) -> KeyTable:
-    """Keys of one name are one tenant, whose limits may stand behind any of them. Raises ValueError if lines
-    contradict each other."""
+    """Keys of one name are one tenant, with limits behind any. Raises ValueError for contradictions."""
     by_key: dict[bytes, Line] = {}
     by_name: dict[str, dict[str, Any]] = {}
     first: dict[tuple[str, str], int] = {}
@@ -158,37 +149,44 @@ def _table_of(lines: list[Line]) -> KeyTable:
 
 log = logging.getLogger("maxsimd.keys")
 
-# The file is checked for changes this often.
+# Seconds between looks at the file.
 _LOOK_EVERY_SECONDS = 1.0
 _LARGEST_FILE = 1024 * 1024
-_NO_TABLE = KeyTable({}, {}, {})
 _NO_LIMITS = Tenant()
 
 
 class ApiKeys:
-    """The accepted keys and their tenants. Raises SetupError if the file of keys has none or cannot be read,
-    or if keys `must_be_named` and one is not. Calls `set_tenants` with the file's tenants, now and whenever
-    the file has changed. Processes with the same `secret` give a key without a name the same number."""
+    """The accepted keys and their tenants. A file's keys, one a line, are read again when it changes; if it
+    then has none or cannot be read, the earlier keys stay. Raises SetupError if it has none at the start, or
+    if keys `must_be_named` and one is not. Calls `set_tenants` with the file's tenants, now and whenever the
+    file has changed. Processes with the same `secret` give a key without a name the same number."""
 
     def __init__(
         self,
         config: ServerConfig,
-        clock: Callable[[], float] = time.monotonic,
         set_tenants: Callable[[Mapping[str, Tenant]], None] = lambda tenants: None,
         must_be_named: bool = False,
         secret: bytes | None = None,
     ) -> None:
         self._given = [digest_of(key.strip()) for key in config.api_key]
-        path = config.api_key_file
-        self._file = None if path is None else KeyFile(Path(path), clock, must_be_named)
-        if must_be_named and (self._given or self._file is None):
+        self._path = None if config.api_key_file is None else Path(config.api_key_file)
+        self._must_be_named = must_be_named
+        self._table = KeyTable({}, {}, {})
+        self._version: tuple[int, ...] = ()
+        if self._path is not None:
+            self._version = _version(self._path)
+            try:
+                self._table = self._read(self._path)
+            except (OSError, ValueError) as error:
+                reason = _cannot_read(self._path, error)
+                raise SetupError(f"{reason}; give a readable file with one key per line") from error
+        if must_be_named and (self._given or self._path is None):
             raise SetupError(
                 "cache_by_tenant needs tenants with names: give all keys in --api-key-file, each with name=, "
                 "and none by --api-key or MAXSIMD_API_KEY"
             )
-        self.are_asked_for = bool(self._given) or self._file is not None
+        self.are_asked_for = bool(self._given) or self._path is not None
         self._set_tenants = set_tenants
-        self._table = _NO_TABLE if self._file is None else self._file.table()
         self._numbered = count(1)
         self._secret = secret
         self._anonymous: dict[bytes, str] = {}
@@ -196,8 +194,6 @@ class ApiKeys:
 
     def accept(self, authorization: str) -> str | None:
         """The tenant whose key an Authorization header sends as `Bearer KEY`; None if there is none."""
-        if self._file is not None:
-            self._use(self._file.table())
         digest = _digest_sent(authorization)
         # Comparing every key in constant time reveals nothing by timing.
         matches = [(hmac.compare_digest(digest, one), owner) for one, owner in self._owners.items()]
@@ -215,16 +211,33 @@ class ApiKeys:
         return bool(self._table.admins)
 
     async def watch(self) -> None:
-        """Takes changes of the file until cancelled. A process without requests would keep the earlier
-        tenants, and tell them to engines that start."""
-        while self._file is not None:
+        """Takes changes of the file until cancelled."""
+        while self._path is not None:
             await asyncio.sleep(_LOOK_EVERY_SECONDS)
-            self._use(self._file.table_now())
+            self.reload()
 
-    def _use(self, table: KeyTable) -> None:
-        if table is not self._table:
-            self._table = table
+    def reload(self) -> None:
+        """Takes the keys of a file that has changed."""
+        if self._path is None or (version := _version(self._path)) == self._version:
+            return
+        self._version = version
+        try:
+            self._table = self._read(self._path)
+        except (OSError, ValueError) as error:
+            log.error("%s; the keys read before stay in use", _cannot_read(self._path, error))
+        else:
+            log.info("the file of keys has changed: %d keys are in it now", len(self._table.names))
             self._assign_owners()
+
+    def _read(self, path: Path) -> KeyTable:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError("it is larger than 1 MiB")
+        table = read_keys(content)
+        if self._must_be_named and table.nameless:
+            raise ValueError("a key has no name, which cache_by_tenant needs; add name=... to each key")
+        return table
 
     def _number(self, digest: bytes) -> int:
         if self._secret is None:
@@ -240,11 +253,8 @@ class ApiKeys:
             if name is None:
                 self._anonymous[digest] = before.get(digest) or f"key-{self._number(digest)}"
         self._owners = {digest: name or self._anonymous[digest] for digest, name in names.items()}
-        limited = {
-            self._owners[digest]: tenant
-            for digest, tenant in self._table.nameless.items()
-            if tenant != _NO_LIMITS
-        }
+        nameless = self._table.nameless.items()
+        limited = {self._owners[digest]: tenant for digest, tenant in nameless if tenant != _NO_LIMITS}
         self._set_tenants({**self._table.tenants, **limited})
 
 
@@ -254,52 +264,6 @@ def _is_bearer(authorization: str) -> bool:
 
 def _digest_sent(authorization: str) -> bytes:
     return digest_of(authorization.partition(" ")[2].strip())
-
-
-class KeyFile:
-    """The keys of a file, one a line, which are read again when it changes. If it then has none or cannot be
-    read, the earlier keys stay."""
-
-    def __init__(self, path: Path, clock: Callable[[], float], must_be_named: bool) -> None:
-        self._path = path
-        self._must_be_named = must_be_named
-        self._clock = clock
-        self._looked = clock()
-        self._version = _version(path)
-        try:
-            self._table = self._read()
-        except (OSError, ValueError) as error:
-            raise SetupError(
-                f"{_cannot_read(path, error)}; give a readable file with one key per line"
-            ) from error
-
-    def table(self) -> KeyTable:
-        if self._clock() - self._looked >= _LOOK_EVERY_SECONDS:
-            return self.table_now()
-        return self._table
-
-    def table_now(self) -> KeyTable:
-        self._looked = self._clock()
-        self._reload_if_changed()
-        return self._table
-
-    def _reload_if_changed(self) -> None:
-        version = _version(self._path)
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            self._table = self._read()
-        except (OSError, ValueError) as error:
-            log.error("%s; the keys read before stay in use", _cannot_read(self._path, error))
-        else:
-            log.info("the file of keys has changed: %d keys are in it now", len(self._table.names))
-
-    def _read(self) -> KeyTable:
-        table = _read(self._path)
-        if self._must_be_named and table.nameless:
-            raise ValueError("a key has no name, which cache_by_tenant needs; add name=... to each key")
-        return table
 
 
 def _cannot_read(path: Path, error: Exception) -> str:
@@ -317,11 +281,3 @@ def _version(path: Path) -> tuple[int, ...]:
     if not stat.S_ISREG(status.st_mode):
         return ()
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _read(path: Path) -> KeyTable:
-    with path.open("rb") as file:
-        content = file.read(_LARGEST_FILE + 1)
-    if len(content) > _LARGEST_FILE:
-        raise ValueError("it is larger than 1 MiB")
-    return read_keys(content)

@@ -17,22 +17,22 @@ from maxsimd.api.http.app import build_app
 from maxsimd.api.keys import ApiKeys, digest_of, read_keys
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, Tenant
-from tests.waiting import Clock, until
+from tests.waiting import until
 
 SECRET = "sk-3cr3t"
 
 
 class Keys:
     def __init__(self, file: Path, content: str | bytes, *given: str) -> None:
-        self.file, self.clock = file, Clock()
+        self.file = file
         self.tenants: list[Mapping[str, Tenant]] = []
         self._write(content)
         config = ServerConfig(api_key=given, api_key_file=str(file))
-        self.keys = ApiKeys(config, self.clock, self.tenants.append)
+        self.keys = ApiKeys(config, self.tenants.append)
 
     def rewrite(self, content: str | bytes) -> None:
         self._write(content)
-        self.clock.now += 1.0
+        self.keys.reload()
 
     def _write(self, content: str | bytes) -> None:
         self.file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -70,9 +70,8 @@ def test_keys_come_from_options_and_a_file(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one\n", "fixed")
     keys.file.write_text("two\nthree\n")
-    keys.clock.now = 0.9
     assert keys.owner("one"), "not each request looks at the file"
-    keys.clock.now = 1.0
+    keys.keys.reload()
     assert not keys.owner("one")
     assert all(keys.owner(key) for key in ("two", "three", "fixed"))
     # As a secret that is mounted changes: another file under the same name, as long and as old.
@@ -81,7 +80,7 @@ def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> No
     other.write_text("for\nfives\n")
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
     other.rename(keys.file)
-    keys.clock.now = 2.0
+    keys.keys.reload()
     assert keys.owner("for")
     assert not keys.owner("two")
     keys = Keys(tmp_path / "keys", "one name=a weight=3\n")
@@ -100,7 +99,7 @@ def test_an_unusable_file_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCapt
         if content is not None:
             keys.file.write_bytes(content)
         for _ in range(3):
-            keys.clock.now += 1.0
+            keys.keys.reload()
             assert keys.owner("one")
         (message,) = caplog.messages
         assert "the keys read before stay in use" in message
@@ -120,10 +119,9 @@ def test_caches_by_tenant_need_a_name_for_each_key(tmp_path: Path, caplog: pytes
     file.write_text("one name=a\ntwo name=b\n")
     with pytest.raises(SetupError, match="none by --api-key or MAXSIMD_API_KEY"):
         ServerState(engine, ServerConfig(api_key=("three",), api_key_file=str(file)))
-    clock = Clock()
-    keys = ApiKeys(ServerConfig(api_key_file=str(file)), clock, must_be_named=True)
+    keys = ApiKeys(ServerConfig(api_key_file=str(file)), must_be_named=True)
     file.write_text("one name=a\nfour\n")
-    clock.now = 1.0
+    keys.reload()
     assert [keys.accept(f"Bearer {key}") for key in ("one", "two", "four")] == ["a", "b", None]
     assert "the keys read before stay in use" in caplog.text
 
@@ -132,9 +130,8 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"one\n")
     os.close(writing)
-    clock = Clock()
-    keys = ApiKeys(ServerConfig(api_key_file=f"/dev/fd/{reading}"), clock)
-    clock.now = 1.0
+    keys = ApiKeys(ServerConfig(api_key_file=f"/dev/fd/{reading}"))
+    keys.reload()
     assert keys.accept("Bearer one")
     os.close(reading)
 
