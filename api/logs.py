@@ -14,8 +14,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from datetime import datetime
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from maxsimd.api.options import in_flags
 
@@ -43,47 +44,20 @@ _GATHER_SECONDS = 0.02
 _FLUSH_SECONDS, _MOST_FLUSH_SECONDS = 1.0, 5.0
 
 
-class _Clock:
-    """Formats times, once for each second."""
-
-    def __init__(self, form: str) -> None:
-        self._form = form
-        self._shown = (0, "")
-
-    def show(self, seconds: float) -> str:
-        """A time in seconds since the epoch, in local time."""
-        whole = int(seconds)
-        if whole != self._shown[0]:
-            self._shown = whole, time.strftime(self._form, time.localtime(whole))
-        return self._shown[1]
-
-
 class TextFormatter(logging.Formatter):
     """Time, level and message on one line. Lines of a traceback follow, each behind a bar."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = _Clock("%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
-        first = f"{self._clock.show(record.created)} {record.levelname:7} {_message(record)}"
-        if not record.exc_info:
-            return first
+        first = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:7} {_message(record)}"
         return "\n".join([first, *(f"    | {line}" for line in _trace(self, record))])
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a line, with the record's `fields` (`extra`)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock, self._zone = _Clock("%Y-%m-%dT%H:%M:%S"), _Clock("%z")
-
     def format(self, record: logging.LogRecord) -> str:
-        zone = self._zone.show(record.created)
-        milliseconds = int(record.created % 1 * 1000)
         line = {
-            "time": f"{self._clock.show(record.created)}.{milliseconds:03}{zone[:3]}:{zone[3:]}",
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record),
@@ -196,8 +170,7 @@ class QueuedHandler(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self, lines: list[str], dropped: int) -> None:
-        """Writes `lines`, removing each as it is written, and a line on events dropped since the last
-        report."""
+        """Writes `lines`, removing each as it is written, and a line on the events dropped meanwhile."""
         while lines:
             number, piece = 1, f"{lines[0]}\n"
             # Pieces that a pipe takes as a whole, because other processes may write to it. A character has up
@@ -208,13 +181,9 @@ class QueuedHandler(logging.Handler):
             self._write(piece)
             del lines[:number]
         if dropped > self._told:
-            message, values = (
-                "%d events were not logged: standard error did not take them",
-                (dropped - self._told,),
-            )
-            self._write(
-                self.format(logging.LogRecord(log.name, logging.WARNING, "", 0, message, values, None)) + "\n"
-            )
+            message = f"{dropped - self._told} events were not logged: standard error did not take them"
+            record = logging.LogRecord(log.name, logging.WARNING, "", 0, message, (), None)
+            self._write(f"{self.format(record)}\n")
             self._told = dropped
 
     def _write(self, text: str) -> None:
@@ -239,8 +208,7 @@ def dropped_events() -> int:
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Logs to standard error, with Python's warnings and uncaught errors: Python's own way blocks while
-    nobody reads."""
+    """Logs to standard error, with Python's warnings and uncaught errors. Never waits for a reader."""
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     # Lines show none of these.
@@ -258,12 +226,7 @@ def set_up_logging(level: str, form: str) -> None:
 
 
 def _log_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **more: Any
 ) -> None:
     log.warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)
 
