@@ -3,10 +3,14 @@
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from maxsimd.engine.config import option
 
+_server, _processes = partial(option, group="server"), partial(option, group="processes")
+_security, _main_limit = partial(option, group="security"), partial(option, group="limits")
+_limit = partial(option, within="limit")
 _MOST_PROCESSES = 64
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
@@ -19,108 +23,73 @@ class SetupError(Exception):
 class ServerConfig:
     """Options of the HTTP server: addresses, limits, keys and logs."""
 
-    host: str = option(
-        "127.0.0.1", "Address; 0.0.0.0 or :: for all", group="server", metavar="ADDRESS", is_usual=True
+    host: str = _server("127.0.0.1", "Address; 0.0.0.0 or :: for all", metavar="ADDRESS", is_usual=True)
+    port: int = _server(8000, "Port; 0 for a free one", is_usual=True)
+    fronts: int = _processes(1, "Processes that take requests, on the same port")
+    replicas: int = _processes(1, "Processes that each load the model", is_usual=True)
+    tls_cert: str | None = _security(
+        None, "PEM file with the certificate chain, to serve HTTPS", metavar="FILE"
     )
-    port: int = option(8000, "Port; 0 for a free one", group="server", is_usual=True)
-    fronts: int = option(1, "Processes that take requests, on the same port", group="processes")
-    replicas: int = option(1, "Processes that each load the model", group="processes", is_usual=True)
-    tls_cert: str | None = option(
-        None, "PEM file with the certificate chain, to serve HTTPS", group="security", metavar="FILE"
+    tls_key: str | None = _security(
+        None, "PEM file with the private key, if --tls-cert lacks it", metavar="FILE"
     )
-    tls_key: str | None = option(
-        None, "PEM file with the private key, if --tls-cert lacks it", group="security", metavar="FILE"
+    served_model_name: tuple[str, ...] = _server(
+        (), "Model name in requests and answers; repeatable", metavar="NAME", is_usual=True
     )
-    served_model_name: tuple[str, ...] = option(
-        (), "Model name in requests and answers; repeatable", group="server", metavar="NAME", is_usual=True
+    models_dir: str | None = _processes(
+        None, "Folder of models that admin keys may load and unload while the server runs", metavar="FOLDER"
     )
-    models_dir: str | None = option(
-        None,
-        "Folder of models that admin keys may load and unload while the server runs",
-        group="processes",
-        metavar="FOLDER",
+    api_key: tuple[str, ...] = _security(
+        (), "Key that clients must send; repeatable", metavar="KEY", is_usual=True
     )
-    api_key: tuple[str, ...] = option(
-        (), "Key that clients must send; repeatable", group="security", metavar="KEY", is_usual=True
+    api_key_file: str | None = _security(
+        None, "File of keys, one a line with its tenant's limits; read again after a change", metavar="FILE"
     )
-    api_key_file: str | None = option(
-        None,
-        "File of keys, one a line with its tenant's limits; read again after a change",
-        group="security",
-        metavar="FILE",
+    cors_origin: tuple[str, ...] = _security(
+        (), "Origin whose pages may use the server, or * for all; repeatable", metavar="ORIGIN"
     )
-    cors_origin: tuple[str, ...] = option(
-        (),
-        "Origin whose pages may use the server, or * for all; repeatable",
-        group="security",
-        metavar="ORIGIN",
+    max_body_mb: int = _main_limit(64, "Largest request body, in MiB")
+    max_bodies_mb: int = _limit(256, "Most MiB of request bodies in work; requests beyond get 429")
+    max_documents: int = _main_limit(10_000, "Most documents or texts in a request")
+    max_images: int = _limit(64, "Most pictures in a request")
+    allowed_media_host: tuple[str, ...] = _security(
+        (), "Host, or origin, from which requests may fetch pictures by URL; repeatable", metavar="HOST"
     )
-    max_body_mb: int = option(64, "Largest request body, in MiB", group="limits")
-    max_bodies_mb: int = option(
-        256, "Most MiB of request bodies in work; requests beyond get 429", within="limit"
+    allowed_media_dir: str | None = _security(
+        None, "Folder from which requests may read pictures as file:///...", metavar="FOLDER"
     )
-    max_documents: int = option(10_000, "Most documents or texts in a request", group="limits")
-    max_images: int = option(64, "Most pictures in a request", within="limit")
-    allowed_media_host: tuple[str, ...] = option(
-        (),
-        "Host, or origin, from which requests may fetch pictures by URL; repeatable",
-        group="security",
-        metavar="HOST",
+    long_documents: Literal["truncate", "window", "error"] = _server(
+        "truncate", "Long texts: truncate, window or error", metavar="ACTION", is_usual=True
     )
-    allowed_media_dir: str | None = option(
-        None,
-        "Folder from which requests may read pictures as file:///...",
-        group="security",
-        metavar="FOLDER",
+    accept_token_ids: bool = _server(False, "Accept token ids in place of texts, from this model's tokenizer")
+    strict_fields: bool = _server(False, "Refuse requests with unknown fields instead of warning")
+    normalize_scores: bool = _server(
+        False, "Return scores from 0 to 1 by default, from models whose scores have bounds"
     )
-    long_documents: Literal["truncate", "window", "error"] = option(
-        "truncate", "Long texts: truncate, window or error", group="server", metavar="ACTION", is_usual=True
+    max_connections: int | None = _limit(
+        None, "Most open connections", by_default="the descriptor limit, at most 10000"
     )
-    accept_token_ids: bool = option(
-        False, "Accept token ids in place of texts, from this model's tokenizer", group="server"
+    header_seconds: float = _limit(10.0, "Longest time for the headers of a request, or for a TLS handshake")
+    transfer_seconds: float = _limit(
+        30.0, "Window for averaging transfer speed, and the longest pause allowed"
     )
-    strict_fields: bool = option(
-        False, "Refuse requests with unknown fields instead of warning", group="server"
+    min_bytes_per_second: int = _limit(8192, "Lowest average speed of sending a body or reading an answer")
+    idle_seconds: float = _limit(75.0, "Time after which an idle connection is closed")
+    drain_seconds: float = _server(
+        5.0, "Seconds after SIGTERM in which /ready answers 503 and work is still accepted"
     )
-    normalize_scores: bool = option(
-        False, "Return scores from 0 to 1 by default, from models whose scores have bounds", group="server"
+    grace_seconds: float = _server(30.0, "Seconds after the drain in which requests may finish")
+    replica_timeout_seconds: float = _limit(
+        5.0, "Silence after which a replica gets no work until it answers again"
     )
-    max_connections: int | None = option(
-        None,
-        "Most open connections",
-        within="limit",
-        by_default="the descriptor limit, at most 10000",
-    )
-    header_seconds: float = option(
-        10.0, "Longest time for the headers of a request, or for a TLS handshake", within="limit"
-    )
-    transfer_seconds: float = option(
-        30.0, "Window for averaging transfer speed, and the longest pause allowed", within="limit"
-    )
-    min_bytes_per_second: int = option(
-        8192, "Lowest average speed of sending a body or reading an answer", within="limit"
-    )
-    idle_seconds: float = option(75.0, "Time after which an idle connection is closed", within="limit")
-    drain_seconds: float = option(
-        5.0, "Seconds after SIGTERM in which /ready answers 503 and work is still accepted", group="server"
-    )
-    grace_seconds: float = option(
-        30.0, "Seconds after the drain in which requests may finish", group="server"
-    )
-    replica_timeout_seconds: float = option(
-        5.0, "Silence after which a replica gets no work until it answers again", within="limit"
-    )
-    restart_on_failure: bool = option(
+    restart_on_failure: bool = _server(
         False,
         "Restart a failed engine, except after a GPU error; the fifth failure in ten minutes ends the server",
-        group="server",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Lowest level to log: debug, info, warning or error", group="server", metavar="LEVEL"
+    log_level: Literal["debug", "info", "warning", "error"] = _server(
+        "info", "Lowest level to log: debug, info, warning or error", metavar="LEVEL"
     )
-    log_format: Literal["text", "json"] = option(
-        "text", "Format of the log: text or json", group="server", metavar="FORMAT"
-    )
+    log_format: Literal["text", "json"] = _server("text", "Format of the log: text or json", metavar="FORMAT")
 
     @property
     def is_fleet(self) -> bool:
@@ -132,7 +101,12 @@ class ServerConfig:
             if not 1 <= getattr(self, name) <= _MOST_PROCESSES:
                 raise ValueError(f"{name} must be from 1 to {_MOST_PROCESSES}, not {getattr(self, name)}")
         if self.models_dir is not None:
-            self._check_alone()
+            if self.is_fleet:
+                raise ValueError("models_dir is for one process; leave it out, or fronts and replicas")
+            if self.restart_on_failure:
+                raise ValueError("models_dir excludes restart_on_failure; leave one of them out")
+            if len(self.served_model_name) > 1:
+                raise ValueError("with models_dir a model has one served_model_name; leave out the others")
         if self.is_fleet and self.restart_on_failure:
             raise ValueError(
                 "restart_on_failure is for one process; with several, an engine that dies is started again"
@@ -160,12 +134,3 @@ class ServerConfig:
                 raise ValueError(
                     f"cors_origin must be * or like https://example.com, and have no path, not {origin!r}"
                 )
-
-    def _check_alone(self) -> None:
-        """Raises ValueError for options that `models_dir` excludes."""
-        if self.is_fleet:
-            raise ValueError("models_dir is for one process; leave it out, or fronts and replicas")
-        if self.restart_on_failure:
-            raise ValueError("models_dir is for servers without restart_on_failure; leave one of them out")
-        if len(self.served_model_name) > 1:
-            raise ValueError("with models_dir a model has one served_model_name; leave out the others")

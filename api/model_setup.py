@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -117,12 +118,11 @@ def _resolved(path: Path) -> Path | None:
 
 
 def _is_model(path: Path) -> bool:
-    try:
+    with suppress(OSError):  # it may not be looked into
         if path.is_dir():
             return any((path / mark).is_file() for mark in _MARKS)
         return path.suffix == ".gguf" and path.is_file()
-    except OSError:  # it may not be looked into
-        return False
+    return False
 
 
 def _files_beside(file: Path) -> list[Path]:
@@ -237,13 +237,14 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
     unknown = sorted(said.keys() - set(engine_options()) - {"model", WEIGHT})
     if unknown:
         raise ValueError(f"models: {name} has no option {', '.join(unknown)}; the server's are for all")
+    parameters = {each.name: each for each in context.command.params}
     try:
         weight = float(said.pop(WEIGHT, 1.0))
         model = said.pop("model", None)
+        converted = {key: parameters[key].type_cast_value(context, value) for key, value in said.items()}
+        # Flags and variables go before any file.
         taken = {
-            key: value
-            for key, value in _converted_values(context, said).items()
-            if not _is_set_explicitly(context, key)
+            key: value for key, value in converted.items() if context.get_parameter_source(key) not in _GIVEN
         }
         engine = EngineConfig.of({**options, **taken, "model": None if model is None else str(model)})
         return ModelSetup(name=name, engine=engine, weight=weight)
@@ -251,14 +252,3 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
         raise ValueError(f"models: {name}: {error.format_message()}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"models: {name}: {error}") from error
-
-
-def _is_set_explicitly(context: click.Context, option: str) -> bool:
-    """Whether an option was given as a flag or a variable, which go before any file."""
-    return context.get_parameter_source(option) in _GIVEN
-
-
-def _converted_values(context: click.Context, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts values as the command's options do. Raises click.BadParameter."""
-    parameters = {each.name: each for each in context.command.params}
-    return {name: parameters[name].type_cast_value(context, value) for name, value in said.items()}

@@ -1,6 +1,5 @@
 """Command-line options, generated from configuration dataclasses, and options from YAML files."""
 
-import dataclasses
 import functools
 import os
 import re
@@ -8,7 +7,7 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -37,7 +36,7 @@ _KEYS_VARIABLE = "MAXSIMD_API_KEY"
 _WITHIN: Mapping[str, str] = {
     field.name: field.metadata["within"]
     for config in (EngineConfig, ServerConfig)
-    for field in dataclasses.fields(config)
+    for field in fields(config)
     if field.metadata["within"] is not None
 }
 _COLLECTION_HELP = {
@@ -71,10 +70,11 @@ class GroupedOption(click.Option):
             _hint(ctx, f"{self.opts[0]} {value}", f"{flag(self.within)} {self.name}={value}")
         elif source is ParameterSource.ENVIRONMENT:
             _hint(ctx, variable(self.name), f'{variable(self.within)}="{self.name}={value}"')
-        if (self.name, ParameterSource.COMMANDLINE) in given:
-            return given[self.name, ParameterSource.COMMANDLINE], ParameterSource.COMMANDLINE
-        if source is not ParameterSource.COMMANDLINE and (self.name, ParameterSource.ENVIRONMENT) in given:
-            return given[self.name, ParameterSource.ENVIRONMENT], ParameterSource.ENVIRONMENT
+        for place in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            if (self.name, place) in given:
+                return given[self.name, place], place
+            if source is place:
+                break
         return value, source
 
 
@@ -135,17 +135,16 @@ def hint_at(context: click.Context, place: str, outside: Mapping[str, Any]) -> N
 
 def hints_of(context: click.Context) -> list[str]:
     """Options that were given outside of their collection, and how to write them."""
-    return list(context.meta.get(_HINTS, []))
+    return list(context.meta.get(_HINTS, ()))
 
 
 def options_from(
     config: type, exclude: frozenset[str] = frozenset(), defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[F], F]:
-    """Gives a click command an option for each field of a configuration dataclass. `defaults` override the
-    dataclass's."""
+    """Gives a click command an option for each field of a dataclass, whose defaults `defaults` override."""
 
     def decorate(command: F) -> F:
-        chosen = _fields(config, exclude)
+        chosen = [field for field in fields(config) if field.name not in exclude]
         for field in reversed(chosen):
             arguments = _click_arguments(config, field, defaults.get(field.name, field.default))
             if field.name not in _OWN_VARIABLES:
@@ -161,8 +160,7 @@ def options_from(
 
 def config_from(config: type[C], values: dict[str, Any]) -> C:
     """Builds the dataclass and takes its values out of `values`."""
-    names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
-    taken = {name: values.pop(name) for name in names}
+    taken = {field.name: values.pop(field.name) for field in fields(config) if field.name in values}  # type: ignore[arg-type]
     try:
         return cast("C", EngineConfig.of(taken)) if config is EngineConfig else config(**taken)
     except ValueError as error:
@@ -170,8 +168,7 @@ def config_from(config: type[C], values: dict[str, Any]) -> C:
 
 
 def without_collections(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Options by name, with those within collections, and the names of those that were given outside of
-    theirs. Raises ValueError."""
+    """Options without collections, and the names of those given outside of theirs. Raises ValueError."""
     flat = {name: value for name, value in options.items() if name not in COLLECTIONS}
     outside = [name for name in flat if name in _WITHIN]
     for collection in COLLECTIONS.keys() & options.keys():
@@ -197,18 +194,18 @@ def in_collections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_options() -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name != "model")
+    return tuple(field.name for field in fields(EngineConfig) if field.name != "model")
 
 
 def markdown_tables(*configs: type) -> str:
     """A table of options for each group."""
     lines = []
-    fields = [field for config in configs for field in _fields(config, frozenset({"model"}))]
+    all_fields = [field for config in configs for field in fields(config) if field.name != "model"]
     for group, title in GROUPS.items():
         lines += [f"## {title}", "", "| option | default | meaning |", "| --- | --- | --- |"]
         within = [name for name, of in COLLECTIONS.items() if of == group]
         for field in sorted(
-            (each for each in fields if each.metadata["group"] == group),
+            (each for each in all_fields if each.metadata["group"] == group),
             key=lambda each: each.metadata["within"] in within,
         ):
             value = SERVED.get(field.name, field.default)
@@ -238,16 +235,12 @@ def _shown(default: Any) -> str:
     return f"{default:,}" if isinstance(default, int) and default >= 10_000 else str(default)
 
 
-def _fields(config: type, exclude: frozenset[str]) -> list["dataclasses.Field[Any]"]:
-    return [field for field in dataclasses.fields(config) if field.name not in exclude]
-
-
 @functools.cache
 def _types_of(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-def _click_arguments(config: type, field: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
+def _click_arguments(config: type, field: "Field[Any]", default: Any) -> dict[str, Any]:
     kind = _types_of(config)[field.name]
     about = field.metadata
     arguments: dict[str, Any] = {"help": about["help"], "default": default, "metavar": about["metavar"]}
@@ -321,22 +314,17 @@ def shown(*configs: Any) -> str:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    values = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _SECRET:
-            values[field.name] = list(value) if isinstance(value, tuple) else value
-    return values
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    shown = {name: value for name, value in values.items() if name not in _SECRET}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
 
 def options_of(said: Mapping[Any, Any]) -> dict[str, Any]:
     """Options by Python name, from flags or Python names. Raises DuplicateError."""
-    options = {str(name).replace("-", "_"): value for name, value in said.items()}
-    if len(options) < len(said):
-        names = [str(name).replace("-", "_") for name in said]
-        twice = sorted({name for name in names if names.count(name) > 1})
+    names = [str(name).replace("-", "_") for name in said]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DuplicateError(f"{', '.join(twice)} is there twice, with - and with _; leave out one")
-    return options
+    return dict(zip(names, said.values(), strict=True))
 
 
 def models_in_file(context: click.Context) -> Any:
@@ -369,32 +357,17 @@ def _read_yaml(text: str) -> Any:
     YAML's loaders take the last."""
     import yaml
 
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_no_entry_twice(loader, node)
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
+    checked = set()
 
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            # Later calls would find entries that << has added.
+            if id(node) not in checked:
+                checked.add(id(node))
+                _check_names(self, [name for name, _ in node.value])
+            super().flatten_mapping(node)
 
-def _check_no_entry_twice(loader: "yaml.SafeLoader", whole: "yaml.Node") -> None:
-    """Runs before nodes are constructed: << would add entries."""
-    import yaml
-
-    seen, left = {id(whole)}, [whole]
-    while left:
-        node = left.pop()
-        parts = []
-        if isinstance(node, yaml.MappingNode):
-            _check_names(loader, [name for name, _ in node.value])
-            parts = [part for entry in node.value for part in entry]
-        elif isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        left += [part for part in parts if id(part) not in seen]
-        seen.update(map(id, parts))
+    return yaml.load(text, Loader)
 
 
 def _check_names(loader: "yaml.SafeLoader", nodes: Sequence["yaml.Node"]) -> None:
@@ -429,7 +402,7 @@ def _read(path: str, names: set[str]) -> tuple[dict[str, Any], list[str]]:
         options, outside = without_collections(options_of(values))
     except ValueError as error:
         raise click.BadParameter(f"{path}: {error}") from error
-    there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
+    there = {field.name for config in (EngineConfig, ServerConfig) for field in fields(config)}
     unknown = sorted(options.keys() - there - names - {"models"})
     if unknown:
         raise click.BadParameter(f"{path}: there is no option {', '.join(unknown)}")
@@ -451,8 +424,7 @@ _NAMED = re.compile(
 
 
 def in_flags(message: str) -> str:
-    """`allow_pickle=True` becomes --allow-pickle, `kernels="torch"` --debug kernels=torch and `cache_mb`
-    --cache-mb."""
+    """`allow_pickle=True` becomes --allow-pickle, `kernels="torch"` --debug kernels=torch."""
     return _NAMED.sub(_flag, message)
 
 

@@ -46,8 +46,7 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def show_stacks_on_sigusr1(also: Callable[[], None] | None = None) -> None:
-    """Makes SIGUSR1 write the stacks of all threads to standard error. The running event loop then calls
-    `also`."""
+    """Makes SIGUSR1 write all threads' stacks to standard error. The running event loop then calls `also`."""
     faulthandler.unregister(signal.SIGUSR1)
     if also is not None:
         import asyncio
@@ -96,12 +95,9 @@ class Stop:
         """Whether a signal comes within `seconds`."""
         import asyncio
 
-        try:
-            async with asyncio.timeout(seconds):
-                await self._signaled.wait()
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._signaled.wait(), seconds)
+        return self.is_signaled
 
     async def drained(self) -> None:
         await self._drained.wait()
@@ -160,8 +156,7 @@ def let_waiting_threads_sleep() -> None:
 
 
 def open_standard_files() -> None:
-    """Opens /dev/null for closed standard files. Otherwise sockets get their numbers, and libuv aborts when
-    it closes one."""
+    """Opens /dev/null for closed standard files: libuv aborts when it closes a socket with their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -236,8 +231,6 @@ async def collect_when_quiet(is_quiet: Callable[[], bool], resident: Callable[[]
 
 def resident_bytes() -> int:
     """Bytes of this process in memory; 0 if the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
