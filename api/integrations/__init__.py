@@ -2,16 +2,9 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from maxsimd.engine import SyncEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    index: int
-    score: float
+from maxsimd.engine import RankedDocument, SyncEngine
 
 
 class Ranker:
@@ -40,18 +33,12 @@ class Ranker:
                 self._is_started = False
 
     def rank(
-        self,
-        query: str,
-        texts: Sequence[str],
-        top_n: int | None,
-        score_threshold: float | None,
-        normalize: bool,
-    ) -> list[Place]:
-        """The best `top_n` texts (None: all) that reach the threshold, best first."""
+        self, query: str, texts: Sequence[str], top_n: int | None, least: float | None, normalize: bool
+    ) -> Sequence[RankedDocument]:
+        """The best `top_n` texts (None: all) that reach the `least` score, best first."""
         if not texts:
             return []
         self.start()
-        ranked = self._engine.rerank(
-            query, texts, top_n=top_n, score_threshold=score_threshold, normalize=normalize
-        )
-        return [Place(one.index, one.score) for one in ranked.results]
+        return self._engine.rerank(
+            query, texts, top_n=top_n, score_threshold=least, normalize=normalize
+        ).results

@@ -72,14 +72,14 @@ class MaxsimdRanker:
         score_threshold: float | None = None,
     ) -> dict[str, list[Document]]:
         texts = [self._text(document) for document in documents]
-        places = self._ranker.rank(
+        ranked = self._ranker.rank(
             query,
             texts,
             self.top_k if top_k is None else top_k,
             self.score_threshold if score_threshold is None else score_threshold,
             self.normalize,
         )
-        return {"documents": [replace(documents[place.index], score=place.score) for place in places]}
+        return {"documents": [replace(documents[one.index], score=one.score) for one in ranked]}
 
     def _text(self, document: Document) -> str:
         fields = [document.meta.get(name) for name in self.meta_fields_to_embed]

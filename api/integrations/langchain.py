@@ -1,6 +1,5 @@
 """A document compressor for LangChain."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, PrivateAttr
 
 from maxsimd.engine import SyncEngine
-from maxsimd.integrations import Place, Ranker
+from maxsimd.integrations import Ranker
 
 
 class MaxsimdRerank(BaseDocumentCompressor):
@@ -46,24 +45,11 @@ class MaxsimdRerank(BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         texts = [document.page_content for document in documents]
-        return _best(documents, self._ranker.rank(query, texts, *self._options))
-
-    async def acompress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
-    ) -> Sequence[Document]:
-        texts = [document.page_content for document in documents]
-        return _best(documents, await asyncio.to_thread(self._ranker.rank, query, texts, *self._options))
-
-    @property
-    def _options(self) -> tuple[int | None, float | None, bool]:
-        return self.top_n, self.score_threshold, self.normalize
-
-
-def _best(documents: Sequence[Document], places: list[Place]) -> list[Document]:
-    """Copies, so that those that were given stay as they are."""
-    best = []
-    for place in places:
-        document = documents[place.index].model_copy()
-        document.metadata = {**document.metadata, "relevance_score": place.score}
-        best.append(document)
-    return best
+        ranked = self._ranker.rank(query, texts, self.top_n, self.score_threshold, self.normalize)
+        best = []
+        for one in ranked:
+            # Copies, so that those that were given stay as they are.
+            document = documents[one.index].model_copy()
+            document.metadata = {**document.metadata, "relevance_score": one.score}
+            best.append(document)
+        return best

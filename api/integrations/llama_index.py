@@ -48,7 +48,7 @@ class MaxsimdRerank(BaseNodePostprocessor):
         if query_bundle is None:
             raise ValueError("there is no query; give query_str or query_bundle")
         texts = [node.node.get_content(metadata_mode=MetadataMode.EMBED) for node in nodes]
-        places = self._ranker.rank(
+        ranked = self._ranker.rank(
             query_bundle.query_str, texts, self.top_n, self.score_threshold, self.normalize
         )
-        return [NodeWithScore(node=nodes[place.index].node, score=place.score) for place in places]
+        return [NodeWithScore(node=nodes[one.index].node, score=one.score) for one in ranked]
