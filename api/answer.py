@@ -7,12 +7,14 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import msgspec
+from msgspec import UnsetType
 
 from maxsimd.api import wire
 from maxsimd.api.logs import printable
@@ -44,18 +46,21 @@ _ALWAYS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An HTTP response without the headers that servers add themselves (Content-Length, Date, Server).
-    `lines` are the parts of a body that is still being made. The log gives `reason` for a refusal; it has no
-    text of clients. `timings` say where the request's time went in the engine."""
+    While a body is still being made, `body` is its first part and `lines` has the others, which are sent
+    `within` a context. The log gives `reason` for a refusal; it has no text of clients. `timings` say where
+    the request's time went in the engine."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    lines: AsyncIterator[bytes] | None = None
+    lines: AsyncGenerator[bytes] | None = None
+    within: AbstractContextManager[Any] = _NO_CONTEXT
     reason: str = ""
     timings: Timings | None = None
 
@@ -70,14 +75,13 @@ class Answer:
         header = ", ".join(f"{name};dur={ms:.1f}" for name, ms in parts)
         return replace(self.with_headers(server_timing=header), timings=timings)
 
-    def with_warnings(self, warnings: Sequence[str] | msgspec.UnsetType) -> "Answer":
+    def with_warnings(self, warnings: Sequence[str] | UnsetType) -> "Answer":
         """Returns the answer with its warnings in a header: not every shape has a place for them."""
         return self.with_headers(x_maxsimd_warnings="; ".join(warnings)) if warnings else self
 
     def with_field_warnings(self, warnings: Sequence[str]) -> "Answer":
         """Returns the answer with these warnings in the header, unless its handler has set that."""
-        is_told = "x-maxsimd-warnings" in self.headers
-        return self if is_told else self.with_warnings(warnings)
+        return self if "x-maxsimd-warnings" in self.headers else self.with_warnings(warnings)
 
     def readable_with(self, accept_encoding: str) -> "Answer":
         """Returns the answer, decompressed if the client does not take gzip."""
@@ -138,25 +142,45 @@ def usage_of(usage: Usage) -> wire.Usage:
 
 # Messages repeat no more than this of what a client has sent.
 _LONGEST_MESSAGE, _LONGEST_PARAM, _LONGEST_NAME = 1_000, 100, 100
-ENCODINGS = "gzip, deflate"
+
+
+INTERNAL_ERROR = "internal error; the log has it under this request's id"
+# The types of errors, by their status.
+_BAD_REQUEST = "BadRequestError"
+_KINDS = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    422: "ModelLoadError",
+    429: "QueueFullError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
 
 
 class ApiError(Exception):
-    """An error with its own status, type and message on the wire."""
+    """An error with its own status and message on the wire. `headers` are for its answer alone."""
 
     def __init__(
-        self, status: int, kind: str, message: str, param: str | None = None, retry_after: float | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_after: float | None = None,
+        kind: str | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.param, self.retry_after = status, kind, param, retry_after
-
-
-class WrongMethodError(ApiError):
-    """The path does not take the request's method; `allowed` names those that it takes."""
-
-    def __init__(self, allowed: Iterable[str]) -> None:
-        self.allowed = ", ".join(sorted(allowed))
-        super().__init__(405, "MethodNotAllowedError", f"this route takes {self.allowed}")
+        self.status, self.param, self.kind = status, param, kind or _KINDS.get(status, _BAD_REQUEST)
+        waits = {} if retry_after is None else {"Retry-After": str(math.ceil(retry_after))}
+        self.headers = {**waits, **headers}
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -165,45 +189,36 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InvalidRequestError():
-            return ApiError(400, "BadRequestError", str(error), error.param)
+            return ApiError(400, str(error), error.param)
         case msgspec.ValidationError():
-            message, param = _describe_validation(str(error))
-            return ApiError(400, "BadRequestError", message, param)
+            return ApiError(400, *_describe_validation(str(error)))
         case msgspec.DecodeError():
-            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
+            return ApiError(400, f"the body is not valid JSON: {error}")
         case QueueFullError():
-            kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
-            return ApiError(429, kind, in_flags(str(error)), retry_after=error.retry_after)
+            kind = "RateLimitError" if error.reason == "rate" else None
+            return ApiError(429, in_flags(str(error)), retry_after=error.retry_after, kind=kind)
         case RequestTooLargeError():
-            return ApiError(413, "RequestTooLargeError", in_flags(str(error)))
+            return ApiError(413, in_flags(str(error)))
         case RequestTimeoutError():
-            return ApiError(504, "TimeoutError", str(error))
+            return ApiError(504, str(error))
         case EngineNotReadyError():
             message = "the server is starting or shutting down; try again shortly"
-            return ApiError(503, "ServiceUnavailableError", message, retry_after=5)
+            return ApiError(503, message, retry_after=5)
         case EngineDeadError():
             message = "the engine has died and the server must be restarted"
-            return ApiError(503, "ServiceUnavailableError", message, retry_after=30)
+            return ApiError(503, message, retry_after=30)
         case RequestFailedError():
-            return ApiError(500, "InternalServerError", str(error))
+            return ApiError(500, str(error))
         case _:
-            return internal_error()
+            return ApiError(500, INTERNAL_ERROR)
 
 
 def error_answer(error: ApiError) -> Answer:
-    headers = {"Content-Type": "application/json"}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
-    if isinstance(error, WrongMethodError):
-        headers["Allow"] = error.allowed
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 415:
-        headers["Accept-Encoding"] = ENCODINGS
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
     message = printable(str(error), _LONGEST_MESSAGE)
     body = ErrorResponse(ErrorBody(message, error.kind, param, error.status), message)
     reason = error.kind if param is None else f"{error.kind}:{param}"
+    headers = {"Content-Type": "application/json", **error.headers}
     return Answer(error.status, headers, msgspec.json.encode(body), reason=reason)
 
 
@@ -224,21 +239,9 @@ def _describe_validation(message: str) -> tuple[str, str | None]:
     return f"{path}: {text[0].lower()}{text[1:]}", re.split(r"[.\[]", path)[0]
 
 
-def malformed(message: str, status: int = 400) -> ApiError:
-    return ApiError(status, "BadRequestError", message)
-
-
-def too_large(message: str, param: str | None = None) -> ApiError:
-    return ApiError(413, "RequestTooLargeError", message, param)
-
-
-def unavailable(message: str, param: str | None = None, retry_after: float = 5) -> ApiError:
-    return ApiError(503, "ServiceUnavailableError", message, param, retry_after)
-
-
 def no_such_model(name: str, served: Sequence[str]) -> ApiError:
     message = f"The model {quoted(name)} does not exist; served here: {names_of(served)}."
-    return ApiError(404, "NotFoundError", message, "model")
+    return ApiError(404, message, "model")
 
 
 def quoted(name: str) -> str:
@@ -251,48 +254,14 @@ def names_of(served: Sequence[str]) -> str:
     return ", ".join(f"`{printable(name, len(name))}`" for name in served)
 
 
-def too_many_connections() -> ApiError:
-    message = "the server has no connection left; try again shortly, or raise --limit max_connections"
-    return unavailable(message, retry_after=1)
-
-
-def internal_error() -> ApiError:
-    return ApiError(500, "InternalServerError", "internal error; the log has it under this request's id")
-
-
-def body_too_large() -> ApiError:
-    return too_large("the body is too large; send fewer documents at a time, or raise --max-body-mb")
-
-
-def too_deep() -> ApiError:
-    return malformed("arrays and objects in the body are nested too deeply")
-
-
-def body_not_unicode(reason: str) -> ApiError:
-    return malformed(f"the body is not valid JSON: a string is not UTF-8 ({reason})")
-
-
-def unreadable_body() -> ApiError:
-    return malformed(
-        "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
-    )
-
-
-def too_many_members(most: int) -> ApiError:
-    return too_large(f"the body is more than {most} compressed files in a row; send it as one")
-
-
 class Sink(Protocol):
-    """Receives an answer while it is made. All methods raise ConnectionError once the client has gone
-    away."""
+    """Receives an answer while it is made. Raises ConnectionError once the client has gone away."""
 
     async def begin(self, answer: Answer) -> None:
         """Sends the status and the headers."""
-        ...
 
     async def send(self, part: bytes) -> None:
         """Sends a part of the body; waits while the client does not read."""
-        ...
 
     async def end(self) -> None: ...
 
@@ -328,11 +297,13 @@ class LineSender:
 
     async def send(self, answer: Answer) -> None:
         assert answer.lines is not None
-        async with aclosing(cast("AsyncGenerator[bytes]", answer.lines)) as lines:
-            self.has_begun = True
-            await self._sink.begin(self._completed(replace(answer, lines=None)))
-            async for line in lines:
-                await self._sink.send(line)
+        with answer.within:
+            async with aclosing(answer.lines) as lines:
+                self.has_begun = True
+                await self._sink.begin(self._completed(answer))
+                await self._sink.send(answer.body)
+                async for line in lines:
+                    await self._sink.send(line)
         await self._sink.end()
 
     async def fail(self, failure: ApiError) -> None:

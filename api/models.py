@@ -15,27 +15,28 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from maxsimd.api.answer import ApiError, names_of, no_such_model, quoted, unavailable
+from maxsimd.api.answer import ApiError, names_of, no_such_model, quoted
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.several.engines import DROPPED, FAILED, LOADING, OK, MetricsByModel
+from maxsimd.engine.several.engines import DROPPED, FAILED, OK, MetricsByModel
 from maxsimd.engine.tenants import Tenant
 
 if TYPE_CHECKING:
-    from maxsimd.engine import CascadeResult, Engine, Engines
+    from maxsimd.engine import Engine, Engines
 
 
 class _ServedGauge(Collector):
-    def __init__(self, are_served: Callable[[], Mapping[str, bool]]) -> None:
-        self._are_served = are_served
+    def __init__(self, models: "SeveralModels") -> None:
+        self._models = models
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily("maxsimd_model_served", "Whether it takes requests", labels=["model"])
-        for name, is_served in self._are_served().items():
-            family.add_metric([name], float(is_served))
+        for name in self._models.names:
+            if (state := self._models.state(name)) != DROPPED:
+                family.add_metric([name], float(state == OK))
         yield family
 
 
@@ -57,21 +58,19 @@ class LastModelError(Exception):
 
 
 class SeveralModels:
-    """The models of a server by their names, in order. Used on one event loop, in place of an engine:
-    `engine` has the one that scores."""
+    """The models of a server by their names, in order; used on one event loop, in place of an engine."""
 
     restart_obstacle: str | None = None
 
     def __init__(
         self, engines: "Engines", setups: Sequence[ModelSetup], loadable: Loadable, grace: float
     ) -> None:
-        """`engines` are not started, and made of `setups`. Dropped models have `grace` seconds for requests
-        in flight."""
+        """`engines` are made of `setups`, not started. Dropped models have `grace` seconds for requests."""
         self.death: str | None = None
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
-        self.metrics.registry.register(_ServedGauge(self._are_served))
+        self.metrics.registry.register(_ServedGauge(self))
         self.metrics.registry.register(MetricsByModel(self._registries))
-        self._engines = engines
+        self.engines = engines
         self._grace = grace
         self._loadable = loadable
         self._setups = {setup.name: setup for setup in setups}
@@ -89,7 +88,7 @@ class SeveralModels:
     async def start(self) -> None:
         """Loads the models. Raises ModelLoadError if all fail."""
         num_clears = self._num_clears
-        await self._engines.start()
+        await self.engines.start()
         self._is_started = True
         for name in self._setups:
             if self.state(name) == OK:
@@ -107,7 +106,7 @@ class SeveralModels:
         await asyncio.gather(*self._changes.values(), return_exceptions=True)
         for served in self._served.values():
             served.watch.cancel()
-        await self._engines.stop(grace)
+        await self.engines.stop(grace)
 
     async def until_dead(self) -> None:
         await self._is_left.wait()
@@ -140,7 +139,7 @@ class SeveralModels:
     def check_rate(self, tenant: str) -> None:
         """Raises QueueFullError if the tenant has used up its rates with all models; each counts its own."""
         refused: QueueFullError | None = None
-        for name in self._ok():
+        for name in self.served_names:
             try:
                 self._served[name].engine.check_rate(tenant)
             except QueueFullError as error:
@@ -154,14 +153,13 @@ class SeveralModels:
         """Clears the caches of all models. Those that load meanwhile clear theirs before they serve; those
         that die or are dropped are passed over."""
         self._num_clears += 1
-        for engine in [self._served[name].engine for name in self._ok()]:
+        for engine in [self._served[name].engine for name in self.served_names]:
             with suppress(EngineDeadError, EngineNotReadyError):
                 await engine.clear_cache()
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        """Runs work that belongs to no model yet in the threads of one, or of another if that dies or is
-        dropped."""
-        for name in self._ok():
+        """Runs work that belongs to no model yet in the threads of any that lives."""
+        for name in self.served_names:
             try:
                 return await self._served[name].engine.in_thread(function, size)
             except (EngineDeadError, EngineNotReadyError):
@@ -177,7 +175,7 @@ class SeveralModels:
 
     def state(self, name: str) -> str:
         """ "loading", "ok", "failed: ..." or "dropped"."""
-        return self._engines.state(name)
+        return self.engines.state(name)
 
     def facts_of(self, name: str) -> ModelFacts | None:
         """None if the model was never loaded."""
@@ -192,32 +190,79 @@ class SeveralModels:
         return self._served[name].engine if name in self._served and self.state(name) == OK else None
 
     def choosable(self) -> dict[str, ModelFacts | None]:
-        """The models that a request without a name may mean: those that were served or configured, and are
-        not dropped."""
+        """The models that a request without a name may mean: served or configured, and not dropped."""
         return {
             name: self.facts_of(name)
             for name in self._setups
             if self.state(name) != DROPPED and (name in self._served or name in self._expected)
         }
 
-    async def cascade(
-        self,
-        query: Any,
-        documents: Sequence[Any],
-        stages: Sequence[tuple[str, int | None, str | None]],
-        *,
-        deadline: float | None,
-        **options: Any,
-    ) -> "CascadeResult":
-        """Ranks in stages: a model, how many documents it keeps, and its instruction."""
-        from maxsimd.engine import Stage
-
-        return await self._engines.rerank(
-            query, documents, [Stage(*stage) for stage in stages], deadline=deadline, **options
-        )
-
     def all_facts(self) -> dict[str, ModelFacts]:
-        return {name: self._served[name].facts for name in self.names if name in self._ok()}
+        return {name: self._served[name].facts for name in self.served_names}
+
+    # What clients call models.
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The models that take requests."""
+        return tuple(name for name in self.names if self.engine(name) is not None)
+
+    def find(self, name: str) -> str:
+        """The model of this name, or the only one of this checkpoint, dropped ones last. Raises ApiError."""
+        if name in self.names:
+            return name
+        called = [each for each in self.names if name in self._own_names(each)]
+        called = [each for each in called if self.state(each) != DROPPED] or called
+        if not called:
+            raise no_such_model(name, self.served_names)
+        if len(called) > 1:
+            message = f"several models are {quoted(name)}; say which you mean by its name: "
+            raise ApiError(404, message + names_of(called), "model")
+        return called[0]
+
+    def choose(self, name: str | None, wanted: "Wanted") -> str:
+        """The model that a request goes to, served or not. Raises ApiError."""
+        if name:
+            return self.find(name)
+        choosable = self.choosable()
+        suited = first_suited(wanted, choosable)
+        if choosable[suited] is None:
+            message = (
+                f"the request names no model, and may be for {quoted(suited)}, which could not be loaded; "
+                f"say as `model` which you mean: {self._served_here}"
+            )
+            raise ApiError(503, message, "model", retry_after=30)
+        return suited
+
+    def not_served_error(self, name: str) -> ApiError:
+        """The error of a request whose model takes no requests."""
+        match self.state(name):
+            case "loading":
+                message = f"the model {quoted(name)} is being loaded; send the request again shortly"
+                return ApiError(503, message, "model", retry_after=5)
+            case "dropped":
+                message = f"the model {quoted(name)} has been dropped; {self._served_here}"
+                return ApiError(404, message, "model")
+            case state:
+                message = f"the model {quoted(name)} is not served: {in_flags(_reason(state))}; "
+                return ApiError(503, message + self._served_here, "model", retry_after=30)
+
+    def lost_during_request(self, name: str) -> ApiError | None:
+        """The error of a request whose model failed or was dropped meanwhile; None if it serves."""
+        if not name or self.engine(name) is not None:
+            return None
+        if self.state(name) == DROPPED:
+            message = f"the model {quoted(name)} was dropped before the request was done"
+            return ApiError(503, message, "model", retry_after=30)
+        return self.not_served_error(name)
+
+    def _own_names(self, name: str) -> tuple[str | None, ...]:
+        facts = self.facts_of(name)
+        return self.setup_of(name).engine.model, None if facts is None else facts.name
+
+    @property
+    def _served_here(self) -> str:
+        return "served here: " + (names_of(self.served_names) or "none")
 
     # Loading and dropping.
 
@@ -225,13 +270,11 @@ class SeveralModels:
         return self._loadable.setup_of(name) is not None
 
     async def load(self, name: str) -> None:
-        """Loads a model that may be loaded, unless it is served. Goes on if its caller leaves. Raises
-        ModelLoadError."""
+        """Loads a model, unless it is served. Goes on if its caller leaves. Raises ModelLoadError."""
         await self._change(name, self._load)
 
     async def drop(self, name: str) -> None:
-        """Drops a model when its requests are done or the grace is over. Goes on if its caller leaves. Raises
-        LastModelError."""
+        """Drops a model, with a grace for requests. Goes on if its caller leaves. Raises LastModelError."""
         await self._change(name, self._drop)
 
     async def _change(self, name: str, change: Callable[[str], Coroutine[Any, Any, None]]) -> None:
@@ -261,26 +304,26 @@ class SeveralModels:
             )
         self._setups.setdefault(name, setup)
         num_clears = self._num_clears
-        await self._engines.load(name, setup.engine, setup.weight)
+        await self.engines.load(name, setup.engine, setup.weight)
         await self._take(name, num_clears)
         log.info("the model %s is served: %s", name, self._served[name].facts.how_it_runs)
 
     async def _drop(self, name: str) -> None:
         if self.state(name) == DROPPED:
             return
-        if not any(other != name for other in self._ok()):
+        if not any(other != name for other in self.served_names):
             raise LastModelError(name)
         served = self._served.get(name)
         if served is not None:
             served.watch.cancel()
-        await self._engines.drop(name, self._grace)
+        await self.engines.drop(name, self._grace)
         self._served.pop(name, None)
         self._expected.discard(name)
         log.info("the model %s is dropped", name)
 
     async def _take(self, name: str, num_clears: int) -> None:
         """Serves a model that has been loaded since all caches were cleared for the `num_clears`-th time."""
-        engine = self._engines[name]
+        engine = self.engines[name]
         while num_clears < self._num_clears:
             num_clears = self._num_clears
             await engine.clear_cache()
@@ -305,24 +348,15 @@ class SeveralModels:
             )
             self._is_left.set()
 
-    def _ok(self) -> list[str]:
-        return [name for name in self._served if self.engine(name) is not None]
-
     def _first(self) -> _LoadedModel:
         if self.death is not None:
             raise EngineDeadError(self.death)
-        for name in self.names:
-            if name in self._served and self.state(name) == OK:
-                return self._served[name]
+        for name in self.served_names:
+            return self._served[name]
         raise EngineNotReadyError("no model is served now")
 
     def _registries(self) -> dict[str, CollectorRegistry]:
         return {name: served.engine.metrics.registry for name, served in self._served.items()}
-
-    def _are_served(self) -> dict[str, bool]:
-        """By the names of the models that are not dropped."""
-        states = {name: self.state(name) for name in self._setups}
-        return {name: state == OK for name, state in states.items() if state != DROPPED}
 
 
 def _reason(state: str) -> str:
@@ -345,23 +379,11 @@ class Wanted(Enum):
     CASCADE = auto()
 
 
-class UndecidedModelError(Exception):
-    """The model `name` could not be loaded, and the request may be for it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
 _Fits: TypeAlias = Callable[[ModelFacts], bool]
 
 
 def _anything(facts: ModelFacts) -> bool:
     return True
-
-
-def _scores(facts: ModelFacts) -> bool:
-    return not facts.is_classifier
 
 
 def _gives(*tasks: str) -> _Fits:
@@ -372,7 +394,7 @@ def _gives(*tasks: str) -> _Fits:
 _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
     Wanted.RANKING: (
         lambda facts: facts.score_type in _RERANKERS and not facts.is_classifier,
-        _scores,
+        lambda facts: not facts.is_classifier,
         _anything,
     ),
     Wanted.VECTORS: (_gives("embed"), _gives("token_embed", "sparse_embed"), _anything),
@@ -388,79 +410,10 @@ _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
 
 
 def first_suited(wanted: Wanted, models: Mapping[str, ModelFacts | None]) -> str:
-    """The first model that suits a request. Facts are None for a model that has not loaded. Raises
-    UndecidedModelError if such a model may come first."""
-    for fits in _PREFERENCES[wanted]:
-        for name, facts in models.items():
-            if facts is None:
-                raise UndecidedModelError(name)
-            if fits(facts):
-                return name
-    raise ValueError("there is no model")
-
-
-def choose_model(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
-    """The model that a request goes to, served or not. Raises ApiError."""
-    if name:
-        return find_model(models, name)
-    try:
-        return first_suited(wanted, models.choosable())
-    except UndecidedModelError as error:
-        message = (
-            f"the request names no model, and may be for {quoted(error.name)}, which could not be loaded; "
-            f"say as `model` which you mean: {_served_here(models)}"
-        )
-        raise unavailable(message, "model", retry_after=30) from None
-
-
-def find_model(models: SeveralModels, name: str) -> str:
-    """The model of this name, or the only one whose own name it is; dropped models come last. Raises
-    ApiError."""
-    if name in models.names:
-        return name
-    called = [each for each in models.names if name in _own_names(models, each)]
-    called = [each for each in called if models.state(each) != DROPPED] or called
-    if not called:
-        raise no_such_model(name, served_names(models))
-    if len(called) > 1:
-        message = f"several models are {quoted(name)}; say which you mean by its name: "
-        raise ApiError(404, "NotFoundError", message + names_of(called), "model")
-    return called[0]
-
-
-def _own_names(models: SeveralModels, name: str) -> tuple[str, ...]:
-    facts, given = models.facts_of(name), models.setup_of(name).engine.model
-    return tuple(each for each in (given, None if facts is None else facts.name) if each)
-
-
-def served_names(models: SeveralModels) -> tuple[str, ...]:
-    """The models that take requests."""
-    return tuple(name for name in models.names if models.engine(name) is not None)
-
-
-def not_served_error(models: SeveralModels, name: str) -> ApiError:
-    """The error of a request whose model takes no requests."""
-    state = models.state(name)
-    if state == LOADING:
-        message = f"the model {quoted(name)} is being loaded; send the request again shortly"
-        return unavailable(message, "model")
-    if state == DROPPED:
-        message = f"the model {quoted(name)} has been dropped; {_served_here(models)}"
-        return ApiError(404, "NotFoundError", message, "model")
-    reason = in_flags(state.removeprefix(FAILED))
-    message = f"the model {quoted(name)} is not served: {reason}; {_served_here(models)}"
-    return unavailable(message, "model", retry_after=30)
-
-
-def _served_here(models: SeveralModels) -> str:
-    return "served here: " + (names_of(served_names(models)) or "none")
-
-
-def lost_during_request(models: SeveralModels, name: str) -> ApiError | None:
-    """The error of a request whose model failed or was dropped meanwhile; None if it serves."""
-    if not name or models.engine(name) is not None:
-        return None
-    if models.state(name) == DROPPED:
-        message = f"the model {quoted(name)} was dropped before the request was done"
-        return unavailable(message, "model", retry_after=30)
-    return not_served_error(models, name)
+    """The first model that suits a request, or one before it that has not loaded, whose facts are None."""
+    return next(
+        name
+        for fits in _PREFERENCES[wanted]
+        for name, facts in models.items()
+        if facts is None or fits(facts)
+    )

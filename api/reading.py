@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from maxsimd.api.answer import ApiError
 from maxsimd.api.logs import printable
@@ -74,19 +75,15 @@ _LONGEST_SHOWN = 60
 
 @dataclass
 class RankFields:
-    """The place of each named field in a document's text, and how many names and values may still be written
-    as YAML."""
+    """Each field's place in a document's text, and how many names and values may still become YAML."""
 
     places: Mapping[str, int]
     room: int = _MOST_WRITTEN
 
 
 def rank_places(rank_fields: list[str] | None) -> RankFields | None:
-    """The places of one request's fields; None without fields. A field that is named twice has its first
-    place."""
-    if not rank_fields:
-        return None
-    return RankFields({name: i for i, name in reversed(list(enumerate(rank_fields)))})
+    """The places of one request's fields; None without fields."""
+    return RankFields({name: i for i, name in enumerate(dict.fromkeys(rank_fields))}) if rank_fields else None
 
 
 @contextmanager
@@ -111,7 +108,7 @@ def check_count(contents: Any, param: str, most: int) -> None:
         message = (
             f"{param} has {len(contents)} entries, but at most {most} are taken at a time; send them in parts"
         )
-        raise ApiError(413, "RequestTooLargeError", message, param)
+        raise ApiError(413, message, param)
 
 
 def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
@@ -122,14 +119,13 @@ def as_items(contents: Contents, param: str, rank_fields: RankFields | None = No
 
 
 def as_item(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> Item:
-    """Reads a content as a text, an embedding or pictures. With `rank_fields` an object is a record."""
-    if not rank_fields and isinstance(content, dict):
-        if is_vectors(content):
-            return vectors_of(content, where, param)
-        if has_pictures(content):
-            return content_of(content, where, param)
-        return _text_of(content, where, param)
-    return as_text(content, where, param, rank_fields)
+    """Reads a content as a text, an embedding or pictures. With `rank_fields` an object is a record, whose
+    text has a line for each named field, as Cohere's."""
+    if rank_fields and isinstance(content, dict):
+        return _record_text(content, rank_fields, where)
+    return (
+        vectors_of(content, where, param) if is_vectors(content) else _text_or_pictures(content, where, param)
+    )
 
 
 def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
@@ -141,26 +137,22 @@ def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
         yield f"{param}[{i}]", content
 
 
-def as_text(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> str:
-    """The text of a string, of {"text": ...}, of {"content": "..."} or content parts. With Cohere's
-    `rank_fields` it has a line for each named field of a record."""
+def _text_or_pictures(content: Content, where: str, param: str) -> str | PictureContent:
+    """The text of a string, of {"text": ...}, of {"content": "..."} or content parts; or its pictures."""
     if isinstance(content, str):
         return content
-    if rank_fields:
-        return _record_text(content, rank_fields, where)
     if has_pictures(content):
-        raise InvalidRequestError(f"{where} has a picture; only text can be read here", param)
-    return _text_of(content, where, param)
-
-
-def _text_of(content: dict[str, Any], where: str, param: str) -> str:
-    """The text of an object without pictures."""
+        return content_of(content, where, param)
     text = content.get("text", content.get("content"))
     if isinstance(text, list):
         return "\n".join(_part_text(part, where, param) for part in text)
     if isinstance(text, str):
         return text
     raise InvalidRequestError(f'{where} is an object without a "text" or "content" string', param)
+
+
+def texts_and_pictures(contents: Contents, param: str) -> list[str | PictureContent]:
+    return [_text_or_pictures(content, where, param) for where, content in _named(contents, param)]
 
 
 def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) -> str:
@@ -196,8 +188,7 @@ def _field_text(name: str, value: Any, rank_fields: RankFields, where: str) -> s
 
 
 def _size_as_yaml(name: str, value: Any, room: int, where: str) -> int:
-    """The number of names and values in a field. Raises InvalidRequestError above `room`, or if it is nested
-    too deeply."""
+    """The number of names and values in a field. Raises InvalidRequestError above `room`, and if too deep."""
     size, depth, level = _AROUND_A_FIELD + 1, 0, [value]
     while level:
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -236,9 +227,7 @@ def _part_text(part: Any, where: str, param: str) -> str:
 
 
 def truncation_of(request: Common, default: LongDocuments) -> Truncation:
-    """The truncation of long inputs that a request asks for, or `default`. Only documents to be scored are
-    read through windows."""
-    side = request.truncation_side
+    """The truncation that a request asks for, or `default`. Only documents to be scored have windows."""
     tokens = request.truncate_prompt_tokens
     long_documents = request.long_documents or default
     # Voyage's field.
@@ -247,26 +236,24 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
         long_documents = "truncate" if cut else "error"
     # A length that the request sets itself is no error by the server's default.
     refuse = long_documents == "error" and (request.long_documents is not None or cut is False)
-    words = truncation_words(request)
     if tokens is None and long_documents != "error":
         tokens = -1
-    if not isinstance(request, Scoring):
-        if request.long_documents == "window":
-            raise InvalidRequestError(
-                "long_documents window is only for documents that are scored; use truncate or error",
-                "long_documents",
-            )
-        return Truncation(max_tokens=tokens, side=side, refuse=refuse and tokens is not None, words=words)
-    limits = (tokens, request.max_tokens_per_query or None, request.max_tokens_per_doc or None)
+    is_scoring = isinstance(request, Scoring)
+    if request.long_documents == "window" and not is_scoring:
+        raise InvalidRequestError(
+            "long_documents window is only for documents that are scored; use truncate or error",
+            "long_documents",
+        )
+    limits = [tokens, *(getattr(request, name, None) or None for name in LIMITS[1:])]
     return Truncation(
         max_tokens=tokens,
-        side=side,
+        side=request.truncation_side,
         max_query_tokens=limits[1],
         max_document_tokens=limits[2],
-        windows=long_documents == "window",
-        window_overlap=request.window_overlap,
+        windows=is_scoring and long_documents == "window",
+        window_overlap=getattr(request, "window_overlap", None),
         refuse=refuse and any(limit is not None for limit in limits),
-        words=words,
+        words=truncation_words(request),
     )
 
 
@@ -291,23 +278,25 @@ def _truncation_field(request: msgspec.Struct | None) -> tuple[str, str]:
     return f"{name} true", f"{name} false"
 
 
-def tei_truncation(
-    truncate: bool | None, direction: Direction | None, default: LongDocuments, may_window: bool = True
+def truncation_by_switch(
+    truncates: bool | None,
+    side: Direction | None,
+    default: LongDocuments,
+    request: msgspec.Struct | None = None,
+    may_window: bool = False,
 ) -> Truncation:
-    """The truncation that text-embeddings-inference's fields ask for; `default` where they are null."""
-    truncates = default != "error" if truncate is None else truncate
-    side = (direction or "").lower()
+    """The truncation that a request asks for by a single field; `default` where that is null."""
     return Truncation(
-        max_tokens=-1 if truncates else None,
-        side="left" if side == "left" else "right" if side else None,
-        windows=truncate is None and default == "window" and may_window,
-        words=truncation_words(),
+        max_tokens=-1 if (default != "error" if truncates is None else truncates) else None,
+        side=cast("Literal['left', 'right'] | None", side and side.lower()),
+        windows=truncates is None and default == "window" and may_window,
+        words=truncation_words(request),
     )
 
 
 def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
     """OpenAI's `input`: a text, texts, token ids, or lists of token ids."""
-    if value is msgspec.UNSET:
+    if value is UNSET:
         raise InvalidRequestError(f"{param} is missing", param)
     if isinstance(value, str):
         return [value]
@@ -318,7 +307,7 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if are_texts(value):
             return value
         if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}, {"image": ...}
-            return [*as_texts_and_pictures(value, param)]
+            return texts_and_pictures(value, param)
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
@@ -349,17 +338,6 @@ def _kind_of_input(value: Any) -> str | None:
         return "a token id"
     is_ids = isinstance(value, list) and value and all(map(_is_token, value))
     return "a list of token ids" if is_ids else None
-
-
-def as_texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
-    """Reads contents as texts, or as pictures if they have some."""
-    for where, value in _named(values, param):
-        if isinstance(value, str):
-            yield value
-        elif has_pictures(value):
-            yield content_of(value, where, param)
-        else:
-            yield _text_of(value, where, param)
 
 
 def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]:
@@ -461,9 +439,7 @@ def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part
         raise _not_text_or_picture(where, param)
     if len(given) > 1:
         raise InvalidRequestError(f"{where} has several pictures; give each in a part of its own", param)
-    if not given and not isinstance(text, str):
-        raise _not_text_or_picture(where, param)
-    if text is not None and not isinstance(text, str):
+    if not isinstance(text, str) and (text is not None or not given):
         raise _not_text_or_picture(where, param)
     if given:
         yield _picture(given[0], where, param, may_be_bare="image_url" not in part)
@@ -495,7 +471,7 @@ def _not_text_or_picture(where: str, param: str) -> InvalidRequestError:
     )
 
 
-def is_vectors(content: Any) -> bool:
+def is_vectors(content: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a content is an object with an embedding and without a text, which would come first."""
     return isinstance(content, dict) and "embedding" in content and not content.keys() & {"text", "content"}
 
@@ -570,8 +546,7 @@ def _joined(values: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sizes_of(shape: Any, count: int) -> list[int]:
-    """The sizes of a shape. Checks their bounds first: multiplying thousands of long numbers takes
-    minutes."""
+    """The sizes of a shape. Checks their bounds before it multiplies them, which could take long."""
     sizes = shape if isinstance(shape, list) else [shape]
     if len(sizes) not in (1, 2):
         raise ValueError(f"shape has {len(sizes)} sizes; give [tokens, dimensions] or [dimensions]")
@@ -615,7 +590,7 @@ _CONTENT_FIELDS = frozenset(
     {"query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2"}
     | {"passages", "input", "inputs", "content"}
 )
-_LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
+LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,8 +626,8 @@ class LoggedFields:
 
 
 def unread_fields(request: msgspec.Struct, given: Mapping[str, Any]) -> list[UnreadField]:
-    """The fields of `given`, the request in JSON, that nothing reads: at most one more than warnings name.
-    Values may be undecoded. Null counts as left out."""
+    """The fields of the request in JSON that nothing reads, at most one more than warnings name. Values may
+    be undecoded. Null counts as left out."""
     found: dict[str, UnreadField] = {}
     for path, known in _unread(request, given, ""):
         if path not in found:
@@ -662,17 +637,7 @@ def unread_fields(request: msgspec.Struct, given: Mapping[str, Any]) -> list[Unr
     return list(found.values())
 
 
-def refuse(unread: Iterable[UnreadField]) -> None:
-    """Raises InvalidRequestError for the first unread field."""
-    for field in unread:
-        raise InvalidRequestError(
-            f"{field}, and this server refuses such fields (--strict-fields); correct it or leave it out",
-            field.path,
-        )
-
-
 def field_warnings_of(unread: Collection[UnreadField]) -> tuple[str, ...]:
-    """Warnings about unread fields."""
     named = map(str, islice(unread, _MOST_NAMED))
     return (*named, "more fields are not read here") if len(unread) > _MOST_NAMED else tuple(named)
 
@@ -683,13 +648,13 @@ def warnings_of(
     """All warnings of an answer; `truncated` counts the inputs that were truncated. The
     warning names the limits that the `request` sets, and the field that refuses long texts."""
     warnings = [*about_fields, *([_truncation_warning(truncated, request)] if truncated else [])]
-    return warnings or msgspec.UNSET
+    return warnings or UNSET
 
 
 def _truncation_warning(truncated: int, request: msgspec.Struct | None) -> str:
     were = "input was" if truncated == 1 else "inputs were"
     refusing = _truncation_field(request)[1]
-    given = ((name, getattr(request, name, None)) for name in _LIMITS)
+    given = ((name, getattr(request, name, None)) for name in LIMITS)
     limits = [f"{name} ({value})" for name, value in given if value is not None and value > 0]
     if limits:
         return (
@@ -726,7 +691,7 @@ def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Itera
     for name, value in given.items():
         if name not in used:
             # An empty value of another shape's field needs no warning.
-            if not _is_null(value) and not (name in unused and _is_empty(value)):
+            if (held := _opened(value)) is not None and not (name in unused and held in ({}, [])):
                 yield f"{at}{name}", meant
             continue
         read = getattr(request, name)
@@ -758,17 +723,10 @@ def _unread_of_contents(value: Any, at: str, *, are_parts: bool = False) -> Iter
                 yield from ((f"{here}{name}.{other}", PICTURE_URL) for other in unread)
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, msgspec.Raw) and _short(value) == b"null")
-
-
-def _is_empty(value: Any) -> bool:
-    return _short(value) in (b"{}", b"[]") if isinstance(value, msgspec.Raw) else value in ({}, [])
-
-
-def _short(value: msgspec.Raw) -> bytes:
-    """The beginning of an undecoded value, which may be large."""
-    return bytes(memoryview(value)[:5])
+def _opened(value: Any) -> Any:
+    """A short value as it is. Longer ones stay undecoded: they hold something."""
+    is_short = isinstance(value, msgspec.Raw) and len(memoryview(value)) <= len(b"null")
+    return msgspec.json.decode(value) if is_short else value
 
 
 def _members(value: Any) -> Mapping[str, Any]:

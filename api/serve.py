@@ -31,7 +31,6 @@ from maxsimd.api.process import (
 from maxsimd.api.state import FleetView, ServerState, Serving
 from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
 from maxsimd.engine.config import EMBEDDED_MODEL
-from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.device.load import num_given_up
 from maxsimd.engine.device.thread import num_left_behind
@@ -55,8 +54,7 @@ class EngineDeaths:
         self._times: deque[float] = deque(maxlen=_MOST_DEATHS)
 
     def note(self) -> float | None:
-        """Returns the seconds until the next start: 1, and twice as many after each recent death. None after
-        too many."""
+        """The seconds until the next start: 1, doubled by each recent death; None after too many."""
         now = self._clock()
         self._times.append(now)
         recent = sum(now - each < _WITHIN_SECONDS for each in self._times)
@@ -73,8 +71,7 @@ class Loading:
         self._first_seconds = 0.0
 
     async def first(self) -> bool:
-        """Whether the model could be loaded. A signal ends the process meanwhile: it has promised nothing
-        yet."""
+        """Whether the model could be loaded. A signal ends the process: it has promised nothing yet."""
         begun = time.monotonic()
         start = await self._start(None)
         if not start.done():
@@ -108,8 +105,7 @@ class Loading:
             return _give_up(state, f"loading its model takes longer than {allowed:.0f} s")
 
     async def _start(self, allowed: float | None) -> asyncio.Task[None]:
-        """Starts the engine. Returns when it runs, has failed, a signal has come, or `allowed` seconds have
-        passed."""
+        """Starts the engine. Returns when it runs or has failed, on a signal, or after `allowed` seconds."""
         start = asyncio.create_task(self._engine.start())
         signaled = asyncio.create_task(self._stop.signaled())
         seconds = 0.0
@@ -131,16 +127,14 @@ def _give_up(state: ServerState, reason: str) -> bool:
 def _succeeded(start: asyncio.Task[None]) -> bool:
     try:
         start.result()
+        return True
     except ModelLoadError as error:
         log.error("%s", in_flags(str(error)))
-        return False
     except Exception as error:
-        log.error(
-            "the model cannot be loaded: %s: %s (--log-level debug says where)", type(error).__name__, error
-        )
+        kind = type(error).__name__
+        log.error("the model cannot be loaded: %s: %s (--log-level debug says where)", kind, error)
         log.debug("loading failed", exc_info=error)
-        return False
-    return True
+    return False
 
 
 log = logging.getLogger("maxsimd.serve")
@@ -152,8 +146,7 @@ _LOOK_SECONDS, _MOST_LOOKS = 0.1, 600
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    """Serves until a signal ends it; returns the exit status. `started` is the command's time for the log
-    (perf_counter)."""
+    """Serves until a signal; returns the exit status. `started` is the command's start (perf_counter)."""
     if server_config.models_dir is None:
         return _run(Engine(engine_config), server_config, started)
     try:
@@ -284,7 +277,8 @@ async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, start
     """Serves until the engine has died or a signal has come. `started` is a time of perf_counter."""
     with postponed_garbage_collection():
         seconds = time.perf_counter() - started
-        for name, facts in _served(engine).items():
+        several = engine.all_facts() if isinstance(engine, SeveralModels) else None
+        for name, facts in (several or {engine.facts.name: engine.facts}).items():
             log.info("%s is ready after %.1f s: %s", name, seconds, facts.how_it_runs)
             if door.state.config.normalize_scores and not facts.normalizes:
                 log.warning("--normalize-scores has no effect on %s: its scores have no bounds", name)
@@ -296,18 +290,13 @@ async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, start
 
 
 async def _log_address(door: _HttpServer) -> None:
-    """Logs the playground's address as the start's last line, once all engines are there or a minute has
-    passed."""
+    """Logs the playground's address once all engines are there, or after a minute."""
     fleet = door.state.fleet
     for _ in range(_MOST_LOOKS):
         if fleet is None or fleet.replicas[0] >= fleet.replicas[1]:
             break
         await asyncio.sleep(_LOOK_SECONDS)
     log.info("%s/", door.url)
-
-
-def _served(engine: Serving) -> dict[str, ModelFacts]:
-    return engine.all_facts() if isinstance(engine, SeveralModels) else {engine.facts.name: engine.facts}
 
 
 async def _first_of(*waits: Coroutine[Any, Any, None]) -> None:

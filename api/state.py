@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -24,18 +24,9 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import dropped_events
 from maxsimd.api.media import MediaSources
-from maxsimd.api.models import (
-    SeveralModels,
-    Wanted,
-    choose_model,
-    find_model,
-    lost_during_request,
-    not_served_error,
-    served_names,
-)
-from maxsimd.api.reading import LoggedFields, UnreadField, field_warnings_of, refuse
-from maxsimd.engine import EngineDeadError, EngineNotReadyError
-from maxsimd.engine.requests import Timings
+from maxsimd.api.models import SeveralModels, Wanted
+from maxsimd.api.reading import LoggedFields, UnreadField, field_warnings_of
+from maxsimd.engine import EngineDeadError, EngineNotReadyError, InvalidRequestError
 from maxsimd.engine.versions import version
 
 if TYPE_CHECKING:
@@ -50,7 +41,7 @@ _AT_HAND = 512
 
 
 class ServerMetrics:
-    """Requests by route and status, latency, connections, and the event loop's lag."""
+    """Of requests, connections and the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
@@ -63,32 +54,18 @@ class ServerMetrics:
                 "python": platform.python_version(),
             }
         )
-        self.requests = Counter(
-            "maxsimd_http_requests", "HTTP requests answered", ("route", "status"), registry=registry
-        )
-        self.seconds = Histogram(
-            "maxsimd_http_request_seconds",
-            "Seconds from a request's arrival to its answer",
-            ("route",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.ready = Gauge("maxsimd_ready", "1 if /ready answers 200, else 0", registry=registry)
-        self.in_flight = Gauge("maxsimd_http_in_flight", "HTTP requests being answered", registry=registry)
-        self.connections = Gauge("maxsimd_http_connections", "Connections of clients", registry=registry)
-        self.cut_connections = Counter(
-            "maxsimd_http_cut_connections",
-            "Connections that the server ended: idle, slow, or to make room for others",
-            ("reason",),
-            registry=registry,
-        )
-        self.lag = Histogram(
-            "maxsimd_event_loop_lag_seconds",
-            "How much later than asked for the event loop woke a sleeper",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.requests = counter("maxsimd_http_requests", "HTTP requests answered", ("route", "status"))
+        about_seconds = "Seconds from a request's arrival to its answer"
+        self.seconds = histogram("maxsimd_http_request_seconds", about_seconds, ("route",))
+        self.ready = gauge("maxsimd_ready", "1 if /ready answers 200, else 0")
+        self.in_flight = gauge("maxsimd_http_in_flight", "HTTP requests being answered")
+        self.connections = gauge("maxsimd_http_connections", "Connections of clients")
+        about_cuts = "Connections that the server ended: idle, slow, or to make room for others"
+        self.cut_connections = counter("maxsimd_http_cut_connections", about_cuts, ("reason",))
+        about_lag = "How much later than asked for the event loop woke a sleeper"
+        self.lag = histogram("maxsimd_event_loop_lag_seconds", about_lag)
         self._requests_of = lru_cache(_AT_HAND)(self.requests.labels)
         self._seconds_of = lru_cache(_AT_HAND)(self.seconds.labels)
 
@@ -107,11 +84,8 @@ class ServerMetrics:
 
 class DroppedEvents(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
-        yield CounterMetricFamily(
-            "maxsimd_log_dropped",
-            "Events that were not logged because standard error did not take them",
-            value=dropped_events(),
-        )
+        what = "Events that were not logged because standard error did not take them"
+        yield CounterMetricFamily("maxsimd_log_dropped", what, value=dropped_events())
 
 
 log = logging.getLogger("maxsimd.serve")
@@ -121,31 +95,16 @@ _NANOSECONDS = 1_000_000_000
 
 
 def tracing_of_environment() -> "Tracing | None":
-    """None if no endpoint is set, or, with a warning, if OpenTelemetry is not installed: platforms set an
-    endpoint for every program."""
+    """None without an endpoint, or, with a warning, without OpenTelemetry: platforms set it for all."""
     named = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
     if named is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:
         return Tracing()
     except ImportError:
-        log.warning(
-            '%s is set, but nothing is traced: OpenTelemetry is not installed; pip install "maxsimd[otel]"',
-            named,
-        )
+        remedy = 'OpenTelemetry is not installed; pip install "maxsimd[otel]"'
+        log.warning("%s is set, but nothing is traced: %s", named, remedy)
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class TracedRequest:
-    """The request as its span shows it. A client chooses only the method and the id."""
-
-    method: str
-    route: str
-    status: int
-    seconds: float
-    request_id: str
-    timings: Timings | None
 
 
 class Tracing:
@@ -166,40 +125,42 @@ class Tracing:
         self._context_of, self._within = extract, set_span_in_context
         self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
 
-    def note(self, request: "TracedRequest", headers: Mapping[str, str]) -> None:
-        """Notes a request that ends now, in the trace that its `headers` name."""
+    def note(
+        self,
+        method: str,
+        route: str,
+        answer: Answer,
+        seconds: float,
+        request_id: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        """Notes a request that ends now, in the trace that its `headers` name. Of a client's, the span has
+        only the method and the id."""
         ended = time.time_ns()
-        begun = ended - int(request.seconds * _NANOSECONDS)
-        attributes: dict[str, Any] = {
-            "http.request.method": request.method,
-            "http.route": request.route,
-            "http.response.status_code": request.status,
-            "maxsimd.request_id": request.request_id,
-        }
+        begun = ended - int(seconds * _NANOSECONDS)
         span = self._tracer.start_span(
-            f"{request.method} {request.route}",
+            f"{method} {route}",
             self._context_of({"traceparent": headers.get("traceparent", "")}),
             self._kind,
-            attributes=attributes,
+            attributes={
+                "http.request.method": method,
+                "http.route": route,
+                "http.response.status_code": answer.status,
+                "maxsimd.request_id": request_id,
+            },
             start_time=begun,
         )
-        if request.status >= 500:
+        if answer.status >= 500:
             span.set_status(self._failed)
-        if request.timings is not None:
-            self._note_parts(span, request.timings, begun)
+        for part in ("queue", "tokenise", "model", "score") if answer.timings is not None else ():
+            length = int(getattr(answer.timings, part) * _NANOSECONDS)
+            self._tracer.start_span(part, self._within(span), start_time=begun).end(begun + length)
+            begun += length
         span.end(ended)
 
     def close(self) -> None:
         """Sends the remaining spans."""
         self._provider.shutdown()
-
-    def _note_parts(self, span: Any, timings: Timings, begun: int) -> None:
-        """One span after the other, in the order of their main parts."""
-        context = self._within(span)
-        for part in ("queue", "tokenise", "model", "score"):
-            length = int(getattr(timings, part) * _NANOSECONDS)
-            self._tracer.start_span(part, context, start_time=begun).end(begun + length)
-            begun += length
 
 
 _EXPOSED = "Retry-After, Server-Timing, X-Request-ID, X-Maxsimd-Warnings, X-Maxsimd-Score-Scale"
@@ -225,8 +186,7 @@ class CrossOrigin:
         return added
 
     def preflight(self, method: str, headers: Mapping[str, str], allowed: Collection[str]) -> Answer | None:
-        """The answer to a browser's question whether it may send one of the `allowed` methods; None if this
-        is no such question of an allowed origin."""
+        """The answer to a browser of an allowed origin that asks whether it may send something; else None."""
         requested = headers.get("access-control-request-method")
         if method != "OPTIONS" or requested is None or not self._allows(headers.get("origin", "")):
             return None
@@ -280,11 +240,10 @@ class HeldBytes:
         self.bytes = 0
 
     def add(self, count: int) -> None:
-        """Raises ApiError (429) if others hold too much. A request alone may hold as much as a body may
-        have."""
+        """Raises ApiError (429) if others hold too much. A request alone may hold as much as a body."""
         if self._budget.bytes > self.bytes and self._budget.bytes + count > self._budget.most:
             message = "other requests' bodies take the memory that there is for them; try again shortly"
-            raise ApiError(429, "QueueFullError", message, retry_after=1)
+            raise ApiError(429, message, retry_after=1)
         self.bytes += count
         self._budget.bytes += count
 
@@ -308,7 +267,7 @@ class BodyBudget:
 
 @dataclass(slots=True)
 class RequestNotes:
-    """Fields that the log has of a request once they are known."""
+    """Fields of the log that are not known at once."""
 
     tenant: str = ""
     model: str = ""
@@ -316,12 +275,11 @@ class RequestNotes:
 
 @contextmanager
 def naming_lost_model(models: SeveralModels | None, name: str) -> Iterator[None]:
-    """Turns a failure or a drop of the model during a request into an error that names the model: the others
-    still serve."""
+    """Turns a model's end during a request into an error that names the model: the others still serve."""
     try:
         yield
     except (EngineDeadError, EngineNotReadyError) as error:
-        if models is None or (lost := lost_during_request(models, name)) is None:
+        if models is None or (lost := models.lost_during_request(name)) is None:
             raise
         raise lost from error
 
@@ -357,8 +315,8 @@ class ServerState:
         self.field_warnings: tuple[str, ...] = ()
         # Bytes of one request, until it is answered.
         self.held = HeldBytes(self.bodies)
-        self._name: str | None = None
-        self._name_in_path = ""
+        self.called = ""  # the model that answers this request, among several
+        self.name_in_path = ""
         self._notes = RequestNotes()
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
@@ -378,16 +336,11 @@ class ServerState:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that the model is served under: those of the configuration, or its own."""
-        if self._name is not None:
-            return (self._name,)
+        if self.called:
+            return (self.called,)
         if self.models is not None:
-            return served_names(self.models)
+            return self.models.served_names
         return self.config.served_model_name or (self.engine.facts.name,)
-
-    @property
-    def called(self) -> str:
-        """The model that answers this request, among several; else empty."""
-        return self._name or ""
 
     @property
     def is_ready(self) -> bool:
@@ -406,8 +359,7 @@ class ServerState:
 
     @asynccontextmanager
     async def in_flight(self) -> AsyncIterator[None]:
-        """Counts a request until its answer. Raises EngineNotReadyError inside when `end_requests` ends
-        it."""
+        """Counts a request until its answer. Raises EngineNotReadyError if `end_requests` ends it."""
         end = asyncio.timeout(None)
         self._in_flight.add(end)
         self._quiet.clear()
@@ -444,28 +396,28 @@ class ServerState:
         if self.closing or not self.engine.is_healthy:
             raise EngineNotReadyError("the server is starting or shutting down")
 
-    def for_request(self, notes: RequestNotes, name_in_path: str) -> Self:
-        """Returns a state for one request, which notes the request's model. A name in the path wins over the
-        body's."""
+    def _with(self, **changes: Any) -> Self:
         one = copy.copy(self)
-        one._notes, one._name_in_path = notes, name_in_path
+        vars(one).update(changes)
         return one
+
+    def for_request(self, notes: RequestNotes, name_in_path: str) -> Self:
+        """Returns a state for one request, with its notes. A name in the path wins over the body's."""
+        return self._with(_notes=notes, name_in_path=name_in_path)
 
     def holding(self, held: HeldBytes) -> Self:
         """Returns a state for a request that holds these bytes."""
-        one = copy.copy(self)
-        one.held = held
-        return one
+        return self._with(held=held)
 
     def unread_name(self, name: str | None) -> tuple[UnreadField, ...]:
         """The body's field `model`, if the path names another model."""
-        is_other = bool(name) and bool(self._name_in_path) and name != self._name_in_path
+        is_other = bool(name) and bool(self.name_in_path) and name != self.name_in_path
         return (UnreadField("model", None),) if is_other else ()
 
     def serving(self, name: str | None, wanted: Wanted) -> Self:
         """Returns the state with the model that answers: the one that is named, or the first that suits
         `wanted`. Raises ApiError for an unknown model, and for one that is not served now."""
-        name = self._name_in_path or name
+        name = self.name_in_path or name
         if self.models is None:
             self.check_model(name)
             self._notes.model = self.model_name
@@ -473,26 +425,25 @@ class ServerState:
         if wanted is Wanted.CASCADE:
             self.check_model(name)
             return self
-        called = choose_model(self.models, None if name == _NO_NAME else name, wanted)
+        called = self.models.choose(None if name == _NO_NAME else name, wanted)
         self._notes.model = called
         engine = self.models.engine(called)
         if engine is None:
-            raise not_served_error(self.models, called)
-        one = copy.copy(self)
-        one.models, one.engine, one._name = None, engine, called
-        return one
+            raise self.models.not_served_error(called)
+        return self._with(models=None, engine=engine, called=called)
 
     def warning_about(self, unread: Collection[UnreadField], route: str) -> Self:
-        """Returns a state whose answers warn about these unread fields. Raises InvalidRequestError if the
-        server refuses such requests."""
+        """Returns a state whose answers warn about unread fields, or raises InvalidRequestError."""
         if not unread:
             return self
         self.logged_fields.note(route, unread)
         if self.config.strict_fields:
-            refuse(unread)
-        one = copy.copy(self)
-        one.field_warnings = (*self.field_warnings, *field_warnings_of(unread))
-        return one
+            first = next(iter(unread))
+            message = (
+                f"{first}, and this server refuses such fields (--strict-fields); correct it or leave it out"
+            )
+            raise InvalidRequestError(message, first.path)
+        return self._with(field_warnings=(*self.field_warnings, *field_warnings_of(unread)))
 
     @property
     def reads_pictures(self) -> bool:
@@ -504,7 +455,7 @@ class ServerState:
     def check_model(self, name: str | None) -> None:
         if self.models is not None:
             if name and name != _NO_NAME:
-                find_model(self.models, name)
+                self.models.find(name)
             return
         if name and name not in (*self.model_names, self.engine.facts.name, _NO_NAME):
             raise no_such_model(name, self.model_names)

@@ -6,6 +6,7 @@ msgspec checks each field. Fields that a type lacks are dropped, and `reading` r
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 def about(description: str, *examples: Any, schema: "Schema | None" = None) -> msgspec.Meta:
@@ -108,7 +109,7 @@ OneVector = Annotated[
 ]
 
 
-Warnings = list[str] | msgspec.UnsetType
+Warnings = list[str] | UnsetType
 
 
 class RequestBody(msgspec.Struct):
@@ -250,7 +251,7 @@ class Warned(msgspec.Struct, kw_only=True):
             "Fields that are not read, truncated texts. Left out if there are none.",
             ["the field `topn` is not read here; did you mean `top_n`?"],
         ),
-    ] = msgspec.UNSET
+    ] = UNSET
 
 
 _MESSAGE = "timeout: expected `float` > 0.0"

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers import handle
-from maxsimd.api.handlers.route import decompressed, encoding_of
+from maxsimd.api.handlers.bodies import decompressed, encoding_of
 from maxsimd.api.state import ServerState
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]

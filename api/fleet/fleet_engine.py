@@ -232,7 +232,7 @@ class FleetEngine:
         late = ", ".join(f"replica {slot}" for slot in await self._roster.clear_caches())
         if late:
             message = f"the cache is not cleared yet by {late}; ask again"
-            raise ApiError(503, "ServiceUnavailableError", message, retry_after=5)
+            raise ApiError(503, message, retry_after=5)
 
     async def ask_all(self, question: wire.Question) -> list[tuple[int, wire.Answer]]:
         """Answers by slot; engines that die or hang are left out."""

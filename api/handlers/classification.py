@@ -6,39 +6,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.embeddings import check_labels, encode_entries
-from maxsimd.api.handlers.route import Group, Shown, TeiHeaders, post_texts
+from maxsimd.api.handlers.route import Form, Group, Shown, TeiHeaders, answer_of, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import (
-    Inputs,
-    as_inputs,
-    check_count,
-    check_token_ids,
-    tei_truncation,
-    truncation_of,
-    warnings_of,
-    with_request_field_names,
-)
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import (
-    AlwaysList,
-    Common,
-    Created,
-    Id,
-    Index,
-    Model,
-    ModelField,
-    Options,
-    Positive,
-    Sequences,
-    Texts,
-    Truncate,
-    TruncationDirection,
-    UsageField,
-    Warned,
-    about,
-)
+from maxsimd.api.wire import about
 from maxsimd.engine import InvalidRequestError
 
 # Texts, their second texts if they are pairs, and whether there are many.
@@ -48,10 +22,10 @@ TextsOrPairs = tuple[list[str], list[str] | None, bool]
 _STEEP = 80.0
 
 
-class ClassifyRequest(Common, kw_only=True):
+class ClassifyRequest(wire.Common, kw_only=True):
     """vLLM's; Infinity's has `raw_scores`, which its client always sends."""
 
-    input: Texts
+    input: wire.Texts
     use_activation: Annotated[
         bool | None, about("Give probabilities; false gives logits. Default: true.", True)
     ] = None
@@ -65,41 +39,41 @@ class PredictParameters(msgspec.Struct, kw_only=True):
         Literal["sigmoid", "softmax", "none"] | None,
         about("How logits become scores. Default: as the model says.", "softmax"),
     ] = None
-    top_k: Annotated[Positive | None, about("Number of labels a text gets. Default: all.", 1)] = None
+    top_k: Annotated[wire.Positive | None, about("Number of labels a text gets. Default: all.", 1)] = None
 
 
 class PredictRequest(msgspec.Struct, kw_only=True):
     """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either. Hugging Face's has
     `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
 
-    model: ModelField = None
+    model: wire.ModelField = None
     parameters: Annotated[PredictParameters | None, about("Hugging Face's options.")] = None
-    options: Options = None
-    inputs: Sequences
+    options: wire.Options = None
+    inputs: wire.Sequences
     raw_scores: Annotated[bool | None, about("Give logits. Default: false.", False)] = None
-    truncate: Truncate = None
-    truncation_direction: TruncationDirection = None
+    truncate: wire.Truncate = None
+    truncation_direction: wire.TruncationDirection = None
 
 
 _Label = Annotated[str, about("Label, as the model names it.", "positive")]
 
 
 class Classification(msgspec.Struct):
-    index: Index
+    index: wire.Index
     label: _Label
     probs: Annotated[list[float], about("Probability of each label, in the model's order.", [0.07, 0.93])]
     num_classes: Annotated[int, about("Number of labels.", 2)]
 
 
-class ClassifyResponse(Warned):
+class ClassifyResponse(wire.Warned):
     """vLLM's: the best label of each text."""
 
-    id: Id
-    created: Created
-    model: Model
+    id: wire.Id
+    created: wire.Created
+    model: wire.Model
     data: Annotated[list[Classification], about("The class of each text.")]
-    usage: UsageField
-    object: AlwaysList = "list"
+    usage: wire.UsageField
+    object: wire.AlwaysList = "list"
 
 
 class LabelScore(msgspec.Struct):
@@ -107,33 +81,32 @@ class LabelScore(msgspec.Struct):
     label: _Label
 
 
-class LabelsResponse(Warned):
+class LabelsResponse(wire.Warned):
     """Infinity's: all labels of each text, best first."""
 
-    id: Id
-    created: Created
-    model: Model
+    id: wire.Id
+    created: wire.Created
+    model: wire.Model
     data: Annotated[list[list[LabelScore]], about("The labels of each text, best first.")]
-    usage: UsageField
+    usage: wire.UsageField
     object: Annotated[Literal["classify"], about("Always `classify`.", "classify")] = "classify"
 
 
-async def classify(state: ServerState, body: ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
+async def classify(state: ServerState, body: ClassifyRequest, inputs: reading.Inputs, tenant: str) -> Answer:
     """vLLM's shape, or Infinity's if `raw_scores` is there."""
-    check_token_ids(inputs, state.config.accept_token_ids)
+    reading.check_token_ids(inputs, state.config.accept_token_ids)
     check_labels(state, len(inputs))
     model, wants_labels = state.model_name, body.raw_scores is not None
     result = await state.engine.classify(
         inputs,
-        truncation=truncation_of(body, state.config.long_documents),
+        truncation=reading.truncation_of(body, state.config.long_documents),
         use_activation=body.use_activation is not False and not body.raw_scores,
         priority=body.priority or 0,
         tenant=tenant,
         timeout=body.timeout,
     )
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
 
-    def build() -> ClassifyResponse | LabelsResponse:
+    def build(warnings: wire.Warnings) -> ClassifyResponse | LabelsResponse:
         labels, usage = result.labels, usage_of(result.usage)
         if wants_labels:
             ranked = [encode_entries(_ranked(labels, row.tolist())) for row in result.scores]
@@ -144,8 +117,7 @@ async def classify(state: ServerState, body: ClassifyRequest, inputs: Inputs, te
         ]
         return ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
 
-    answer = await wire_answer(build, result.scores.size)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    return await answer_of(state, body, result, build, result.scores.size)
 
 
 async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPairs, tenant: str) -> Answer:
@@ -155,12 +127,12 @@ async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPa
     apply = parameters.function_to_apply
     headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
     check_labels(state, len(texts))
-    with with_request_field_names(input="inputs", queries="inputs", documents="inputs"):
+    with reading.with_request_field_names(input="inputs", queries="inputs", documents="inputs"):
         result = await state.engine.classify(
             texts,
             text_pairs=text_pairs,
-            truncation=tei_truncation(
-                body.truncate, body.truncation_direction, state.config.long_documents, may_window=False
+            truncation=reading.truncation_by_switch(
+                body.truncate, body.truncation_direction, state.config.long_documents
             ),
             use_activation=not body.raw_scores and apply is None,
             tenant=tenant,
@@ -189,17 +161,9 @@ def _ranked(labels: tuple[str, ...], row: list[float]) -> list[LabelScore]:
     return [LabelScore(row[i], labels[i]) for i in order]
 
 
-def classified_inputs(request: ClassifyRequest, most: int) -> Inputs:
-    return as_inputs(request.input, most)
-
-
-def sequences_of(request: PredictRequest, most: int) -> TextsOrPairs:
-    return as_sequences(request.inputs, most)
-
-
 def as_sequences(value: Any, most: int) -> TextsOrPairs:
     """Reads text-embeddings-inference's `inputs`."""
-    check_count(value, "inputs", most)
+    reading.check_count(value, "inputs", most)
     one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     given = [value] if one else value
     if isinstance(given, list) and given:
@@ -221,27 +185,25 @@ def _num_texts(sequence: Any) -> int:
     return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
 
 
+CLASSIFY = Form(ClassifyRequest, lambda request, most: reading.as_inputs(request.input, most), classify)
+PREDICT = Form(PredictRequest, lambda request, most: as_sequences(request.inputs, most), predict)
 # The answers to many texts, and to one.
 PREDICTIONS = (list[list[LabelScore]], list[LabelScore])
 
 ROUTES = (
-    post_texts(
-        "/classify",
-        ClassifyRequest,
-        classified_inputs,
-        classify,
+    *post_texts(
+        ("/classify",),
+        CLASSIFY,
+        Wanted.CLASSES,
+        Shown(Group.CLASSIFY, "Classify texts", {"input": ["I liked it.", "It was dull."]}),
         ClassifyResponse,
         LabelsResponse,
-        wanted=Wanted.CLASSES,
-        shown=Shown(Group.CLASSIFY, "Classify texts", {"input": ["I liked it.", "It was dull."]}),
     ),
-    post_texts(
-        "/predict",
-        PredictRequest,
-        sequences_of,
-        predict,
+    *post_texts(
+        ("/predict",),
+        PREDICT,
+        Wanted.CLASSES,
+        Shown(Group.TEI, "Classify texts or pairs of texts", {"inputs": "I liked it."}),
         *PREDICTIONS,
-        wanted=Wanted.CLASSES,
-        shown=Shown(Group.TEI, "Classify texts or pairs of texts", {"inputs": "I liked it."}),
     ),
 )

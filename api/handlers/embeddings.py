@@ -2,53 +2,24 @@
 vectors as numbers of 32 bits down to one, in JSON, in base64, or as a file of safetensors."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 from safetensors.torch import save
 
+from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import Group, Shown, post_texts
+from maxsimd.api.handlers.route import Form, Group, Shown, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import (
-    Inputs,
-    UnreadField,
-    as_inputs,
-    as_text,
-    check_count,
-    check_token_ids,
-    content_of,
-    has_pictures,
-    pictures_of,
-    truncation_of,
-    warnings_of,
-)
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import (
-    DOCUMENTS,
-    NUMBERS_OR_BASE64,
-    QUERY,
-    AlwaysList,
-    Common,
-    Created,
-    Id,
-    Index,
-    InputType,
-    Model,
-    Name,
-    NotNegative,
-    OneVector,
-    Positive,
-    PromptName,
-    Texts,
-    UsageField,
-    Warned,
-    about,
-)
+from maxsimd.api.wire import about
 from maxsimd.engine import (
     ClassifyResult,
     EmbedResult,
@@ -57,7 +28,6 @@ from maxsimd.engine import (
     RequestTooLargeError,
     TokenEmbedResult,
 )
-from maxsimd.engine.media import Content
 from maxsimd.engine.requests import InputType as EngineInputType
 from maxsimd.engine.workers import run_in_thread_if_large
 
@@ -84,38 +54,42 @@ _OF_CHAT = {
     "chat_template": None,
     "chat_template_kwargs": None,
 }
-# Cohere's and Jina's purposes that are neither a query nor a document.
-_OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
+# By clients' names; some of Cohere's and Jina's are neither a query nor a document.
+_INPUT_TYPES: Mapping[str | None, EngineInputType | None] = {
+    **dict.fromkeys(("query", "search_query", "retrieval.query"), "query"),
+    **dict.fromkeys(("document", "passage", "search_document", "retrieval.passage"), "document"),
+    **dict.fromkeys(("classification", "clustering", "separation", "text-matching"), None),
+}
 
 
 class Message(msgspec.Struct, kw_only=True):
     """A message of a chat."""
 
-    role: Annotated[Name, about("Role of the speaker, as the model's chat template knows it.", "user")]
-    content: Annotated[str | list[Any], about("Text, or parts with text or a picture.", QUERY)]
+    role: Annotated[wire.Name, about("Role of the speaker, as the model's chat template knows it.", "user")]
+    content: Annotated[str | list[Any], about("Text, or parts with text or a picture.", wire.QUERY)]
 
 
 class MuveraParameters(msgspec.Struct, kw_only=True):
     """Parameters of the encoding muvera."""
 
-    k_sim: Annotated[NotNegative | None, about("Bits of a region's number. Default: 3.", 3)] = None
-    r_reps: Annotated[Positive | None, about("Number of repetitions. Default: 40.", 40)] = None
+    k_sim: Annotated[wire.NotNegative | None, about("Bits of a region's number. Default: 3.", 3)] = None
+    r_reps: Annotated[wire.Positive | None, about("Number of repetitions. Default: 40.", 40)] = None
     d_proj: Annotated[
-        NotNegative | None, about("Numbers a region; 0: as many as a token vector has. Default: 32.", 32)
+        wire.NotNegative | None, about("Numbers a region; 0: as many as a token vector has. Default: 32.", 32)
     ] = None
     d_final: Annotated[
-        Positive | None, about("Length that the vector is shortened to. Default: not shortened.", 2048)
+        wire.Positive | None, about("Length that the vector is shortened to. Default: not shortened.", 2048)
     ] = None
     full_length: Annotated[
         bool | None, about("Scale each region of a document to its tokens' length. Default: true.", True)
     ] = None
-    seed: Annotated[NotNegative | None, about("Seed of the random numbers. Default: 0.", 0)] = None
+    seed: Annotated[wire.NotNegative | None, about("Seed of the random numbers. Default: 0.", 0)] = None
 
 
-class EmbeddingsRequest(Common, kw_only=True):
+class EmbeddingsRequest(wire.Common, kw_only=True):
     """Texts as `input`, or one text as the `messages` of a chat."""
 
-    input: Texts = msgspec.UNSET
+    input: wire.Texts = UNSET
     messages: Annotated[
         list[Message] | None,
         about("Chat, in place of `input`: the model's template makes one text of it."),
@@ -134,28 +108,28 @@ class EmbeddingsRequest(Common, kw_only=True):
         dict[str, Any] | None, about("Must be empty: the model's own template is used.", {})
     ] = None
     dimensions: Annotated[
-        NotNegative | None, about("Length of the vectors; 0: the model's. Default: the model's.", 128)
+        wire.NotNegative | None, about("Length of the vectors; 0: the model's. Default: the model's.", 128)
     ] = None
-    output_dimension: Annotated[Positive | None, about("Voyage's name of `dimensions`.", 128)] = None
+    output_dimension: Annotated[wire.Positive | None, about("Voyage's name of `dimensions`.", 128)] = None
     encoding_format: Annotated[
         Literal["float", "base64", "safetensors"] | None,
         about("Lists, base64, or one file of all vectors. Default: float.", "float"),
     ] = None
     embed_dtype: Annotated[
-        Name | None, about(f"Number format: {', '.join(NUMBERS)}. Default: float32.", "float16")
+        wire.Name | None, about(f"Number format: {', '.join(NUMBERS)}. Default: float32.", "float16")
     ] = None
-    output_dtype: Annotated[Name | None, about("Voyage's name of `embed_dtype`.", "float")] = None
+    output_dtype: Annotated[wire.Name | None, about("Voyage's name of `embed_dtype`.", "float")] = None
     embedding_type: Annotated[
-        Name | list[Name] | None, about("Jina's name of `embed_dtype`; takes base64 too.", "float")
+        wire.Name | list[wire.Name] | None, about("Jina's name of `embed_dtype`; takes base64 too.", "float")
     ] = None
-    input_type: InputType = None
-    task: Annotated[Name | None, about("Jina's name of `input_type`.", "retrieval.passage")] = None
-    prompt_name: PromptName = None
+    input_type: wire.InputType = None
+    task: Annotated[wire.Name | None, about("Jina's name of `input_type`.", "retrieval.passage")] = None
+    prompt_name: wire.PromptName = None
     truncation: Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)] = (
         None
     )
     modality: Annotated[
-        Name | None,
+        wire.Name | None,
         about("Infinity's: `input` has `text` or `image`. Default: text.", "text"),
     ] = None
     normalized: Annotated[
@@ -165,7 +139,7 @@ class EmbeddingsRequest(Common, kw_only=True):
         bool | None, about("Read `input` as chunks of one document. Default: false.", False)
     ] = None
     chunks: Annotated[
-        list[tuple[NotNegative, NotNegative]] | None,
+        list[tuple[wire.NotNegative, wire.NotNegative]] | None,
         about("First and last character of each chunk of the one text in `input`.", [[0, 24]]),
     ] = None
     encoding: Annotated[
@@ -208,28 +182,28 @@ _MATRIX = [[0.12, -0.05], [0.03, 0.4]]
 
 
 class Embedding(msgspec.Struct):
-    index: Index
-    embedding: OneVector
+    index: wire.Index
+    embedding: wire.OneVector
     object: Annotated[str, about("Always `embedding`.", "embedding")] = "embedding"
-    scales: _Scales = msgspec.UNSET
+    scales: _Scales = UNSET
 
 
 class MultiVector(msgspec.Struct):
-    index: Index
+    index: wire.Index
     embeddings: Annotated[
-        Any, about("A vector for each token, as lists or base64.", _MATRIX, schema=NUMBERS_OR_BASE64)
+        Any, about("A vector for each token, as lists or base64.", _MATRIX, schema=wire.NUMBERS_OR_BASE64)
     ]
     object: Annotated[str, about("Always `embeddings`.", "embeddings")] = "embeddings"
-    scales: _Scales = msgspec.UNSET
+    scales: _Scales = UNSET
 
 
 class Pooling(msgspec.Struct):
-    index: Index
+    index: wire.Index
     data: Annotated[
-        Any, about("Vector, vectors or probabilities, by the task.", _MATRIX, schema=NUMBERS_OR_BASE64)
+        Any, about("Vector, vectors or probabilities, by the task.", _MATRIX, schema=wire.NUMBERS_OR_BASE64)
     ]
     object: Annotated[str, about("Always `pooling`.", "pooling")] = "pooling"
-    scales: _Scales = msgspec.UNSET
+    scales: _Scales = UNSET
 
 
 class Encoding(msgspec.Struct):
@@ -244,16 +218,16 @@ class Encoding(msgspec.Struct):
     seed: Annotated[int, about("Seed of the random numbers.", 0)]
 
 
-class _Vectors(Warned, kw_only=True):
-    id: Id
-    created: Created
-    model: Model
+class _Vectors(wire.Warned, kw_only=True):
+    id: wire.Id
+    created: wire.Created
+    model: wire.Model
     data: Any
-    usage: UsageField
-    object: AlwaysList = "list"
+    usage: wire.UsageField
+    object: wire.AlwaysList = "list"
     encoding: Annotated[
-        Encoding | msgspec.UnsetType, about("Parameters of the encoding, if the request asks for one.")
-    ] = msgspec.UNSET
+        Encoding | UnsetType, about("Parameters of the encoding, if the request asks for one.")
+    ] = UNSET
 
 
 class EmbeddingsResponse(_Vectors, kw_only=True):
@@ -268,27 +242,18 @@ class PoolingResponse(_Vectors, kw_only=True):
     data: Annotated[list[Pooling], about("What the task gives for each input.")]
 
 
-# The entries of an answer, its type, and the prefix of its id.
-_Item = type[Embedding] | type[MultiVector] | type[Pooling]
-_RESPONSES: dict[_Item, tuple[Any, str]] = {
-    Embedding: (EmbeddingsResponse, "embd"),
-    MultiVector: (MultiVectorResponse, "multi-vector"),
-    Pooling: (PoolingResponse, "pooling"),
-}
-
-
 class Encoded(msgspec.Struct, frozen=True):
     """One text's vectors as they are sent, [dim] or [tokens, dim]. Those in int8 are to be multiplied by
     `scales`, a number per vector."""
 
     data: Any
-    scales: Any = msgspec.UNSET
+    scales: Any = UNSET
 
 
 def encode_vectors(vectors: Array, numbers: Numbers, as_base64: bool) -> Encoded:
     """Nested lists, or base64 of little-endian bytes in row order."""
     tensor, scales = _converted(vectors, numbers)
-    numbers_of_each = msgspec.UNSET if scales is None else scales.tolist()
+    numbers_of_each = UNSET if scales is None else scales.tolist()
     if not as_base64:
         return Encoded(encode_rows(tensor), numbers_of_each)
     raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
@@ -341,59 +306,44 @@ class Chat(NamedTuple):
     messages: list[dict[str, str]]
 
 
-def read_inputs_or_chat(request: EmbeddingsRequest, most: int) -> Inputs | Chat:
+def read_inputs_or_chat(request: EmbeddingsRequest, most: int) -> reading.Inputs | Chat:
     """Reads texts and pictures, or at most so many messages. A message with a picture is a document."""
     if request.messages is None:
         if request.modality in (None, "text"):
-            return as_inputs(request.input, most)
+            return reading.as_inputs(request.input, most)
         if request.modality == "image":
-            return pictures_of(request.input, most, "input")
+            return reading.pictures_of(request.input, most, "input")
         raise InvalidRequestError(
             f"modality {request.modality} cannot be read here; use text or image", "modality"
         )
     for name in ("chat_template", "chat_template_kwargs"):
         if getattr(request, name):
             raise InvalidRequestError(f"{name} cannot be chosen; the model's own template is used", name)
-    if request.input is not msgspec.UNSET:
+    if request.input is not UNSET:
         raise InvalidRequestError("input and messages exclude each other; leave out one", "messages")
-    check_count(request.messages, "messages", most)
+    reading.check_count(request.messages, "messages", most)
     if not request.messages:
         raise InvalidRequestError("messages is empty; give at least one", "messages")
-    contents = [{"content": message.content} for message in request.messages]
-    if any(map(has_pictures, contents)):
-        if len(contents) > 1:
-            raise InvalidRequestError(
-                "messages with pictures are read one at a time; send a single message", "messages"
-            )
-        document: list[str | Content] = [content_of(contents[0], "messages[0]", "messages")]
-        return document
-    return Chat(
-        [
-            {
-                "role": message.role,
-                "content": as_text({"content": message.content}, f"messages[{i}]", "messages"),
-            }
-            for i, message in enumerate(request.messages)
-        ]
+    contents = reading.texts_and_pictures(
+        [{"content": message.content} for message in request.messages], "messages"
     )
+    if all(isinstance(content, str) for content in contents):
+        roles = [message.role for message in request.messages]
+        return Chat(
+            [{"role": role, "content": str(text)} for role, text in zip(roles, contents, strict=True)]
+        )
+    if len(contents) > 1:
+        raise InvalidRequestError(
+            "messages with pictures are read one at a time; send a single message", "messages"
+        )
+    return contents
 
 
 def input_type_of(value: str | None, param: str = "input_type") -> EngineInputType | None:
     """`query` or `document` for clients' names of them."""
-    if value is None or value in _OTHER_TYPES:
-        return None
-    if value in ("query", "search_query", "retrieval.query"):
-        return "query"
-    if value in ("document", "passage", "search_document", "retrieval.passage"):
-        return "document"
+    if value is None or value in _INPUT_TYPES:
+        return _INPUT_TYPES.get(value)
     raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
-
-
-def _input_type_of_request(request: EmbeddingsRequest) -> EngineInputType | None:
-    """By `input_type`, or by Jina's `task`, which means something else on /pooling."""
-    if request.input_type is None and not isinstance(request, PoolingRequest):
-        return input_type_of(request.task, "task")
-    return input_type_of(request.input_type)
 
 
 def _number_format_of(request: EmbeddingsRequest) -> Numbers:
@@ -413,11 +363,6 @@ def _number_format_of(request: EmbeddingsRequest) -> Numbers:
                 )
             return cast("Numbers", numbers)
     return "float32"
-
-
-def _wants_base64(request: EmbeddingsRequest) -> bool:
-    """In OpenAI's field or in Jina's."""
-    return request.encoding_format == "base64" or request.embedding_type in ("base64", ["base64"])
 
 
 def encoding_of(request: EmbeddingsRequest) -> Muvera | None:
@@ -440,103 +385,92 @@ def encoding_of(request: EmbeddingsRequest) -> Muvera | None:
 
 def describe_encoding(muvera: Muvera) -> Encoding:
     """An encoding with all its parameters, as a request may send them again."""
-    return Encoding(
-        "muvera",
-        muvera.k_sim,
-        muvera.r_reps,
-        muvera.d_proj or 0,
-        muvera.d_final,
-        muvera.full_length,
-        muvera.seed,
-    )
-
-
-async def embeddings(
-    state: ServerState, body: EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
-) -> Answer:
-    return await _vectors(state, body, inputs, tenant, "embed", Embedding)
-
-
-async def multi_vector(
-    state: ServerState, body: EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
-) -> Answer:
-    """Jina's: a vector for each token."""
-    return await _vectors(state, body, inputs, tenant, "token_embed", MultiVector)
-
-
-async def pooling(state: ServerState, body: PoolingRequest, inputs: Inputs | Chat, tenant: str) -> Answer:
-    """vLLM's: the request's task, or the model's main one."""
-    task = body.task or state.engine.facts.score_task
-    return await _vectors(state, body, inputs, tenant, task, Pooling)
+    return Encoding(name="muvera", **{**asdict(muvera), "d_proj": muvera.d_proj or 0})
 
 
 async def _vectors(
+    task: str | None,
+    item: type[Embedding] | type[MultiVector] | type[Pooling],
+    response: type[_Vectors],
+    prefix: str,
     state: ServerState,
     body: EmbeddingsRequest,
-    inputs: Inputs | Chat,
+    inputs: reading.Inputs | Chat,
     tenant: str,
-    task: str,
-    item: _Item,
 ) -> Answer:
-    """Answers in the numbers and the format that the request wants. JSON has an `item` for each text."""
-    numbers, as_base64, model = _number_format_of(body), _wants_base64(body), state.model_name
+    """Answers in the numbers and the format that the request wants. JSON is a `response` with an `item` for
+    each text. Without a `task` it is the request's, or the model's main one."""
+    if task is None:
+        task = body.task or state.engine.facts.score_task
+    types = body.embedding_type if isinstance(body.embedding_type, list) else [body.embedding_type]
+    numbers, as_base64, model = (
+        _number_format_of(body),
+        "base64" in (body.encoding_format, *types),
+        state.model_name,
+    )
     if isinstance(inputs, Chat):
         inputs = await _read_chat(state, body, inputs)
     else:
-        check_token_ids(inputs, state.config.accept_token_ids)
-    state = state.warning_about(_unused_for(task, body), f"task {task}")
+        reading.check_token_ids(inputs, state.config.accept_token_ids)
+    of_vectors = ["normalized"] if task != "embed" or body.encoding is not None else []
+    if task == "classify":
+        of_vectors += ["dimensions", "output_dimension", "input_type", "prompt_name"]
+    unread = [reading.UnreadField(name, None) for name in of_vectors if getattr(body, name)]
+    state = state.warning_about(unread, f"task {task}")
     facts = state.engine.facts
-    normalizes = "embed" in facts.normalized
     result = await _run(state, body, inputs, tenant, task)
-    vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
-    embeds = task == "embed" and "embed" in facts.dims
-    if body.normalized is not None and embeds and isinstance(result, EmbedResult):
-        if body.normalized and not normalizes:
-            vectors = in_unit_length(result.embeddings)
-        elif normalizes and not body.normalized:
-            warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
-    size = sum(each.size for each in vectors)
+    given = result.scores if isinstance(result, ClassifyResult) else result.embeddings
+    size = sum(each.size for each in given)
+    warnings = reading.warnings_of(result.truncated, state.field_warnings, body)
+    normalizes = "embed" in facts.normalized
+    is_asked = body.normalized is not None and task == "embed" and "embed" in facts.dims
+    if is_asked and normalizes and not body.normalized:
+        warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
+
+    def vectors() -> Any:
+        must_scale = is_asked and body.normalized and not normalizes
+        return in_unit_length(cast("Array", given)) if must_scale else given
+
     made_by = result.encoding if isinstance(result, EmbedResult) else None
     if body.encoding_format == "safetensors":
         about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
         if made_by is not None:
             about["encoding"] = msgspec.json.encode(describe_encoding(made_by)).decode()
-        whole = await run_in_thread_if_large(size, file_of, list(vectors), numbers, about)
+        whole = await run_in_thread_if_large(size, lambda: file_of(vectors(), numbers, about))
         answer = Answer(200, {"Content-Type": _SAFETENSORS}, whole)
     else:
 
         def build() -> _Vectors:
-            all_encoded = [encode_vectors(each, numbers, as_base64) for each in vectors]
+            all_encoded = [encode_vectors(each, numbers, as_base64) for each in vectors()]
             data = [item(i, each.data, scales=each.scales) for i, each in enumerate(all_encoded)]
-            response, prefix = _RESPONSES[item]
-            whole: _Vectors = response(
+            return response(
                 id=new_id(prefix),
                 created=now(),
                 model=model,
                 data=data,
                 usage=usage_of(result.usage),
                 warnings=warnings,
-                encoding=msgspec.UNSET if made_by is None else describe_encoding(made_by),
+                encoding=UNSET if made_by is None else describe_encoding(made_by),
             )
-            return whole
 
         answer = await wire_answer(build, size)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
 async def _run(
-    state: ServerState, body: EmbeddingsRequest, inputs: Inputs, tenant: str, task: str
+    state: ServerState, body: EmbeddingsRequest, inputs: reading.Inputs, tenant: str, task: str
 ) -> _Result:
     engine = state.engine
     options: dict[str, Any] = {
-        "truncation": truncation_of(body, state.config.long_documents),
+        "truncation": reading.truncation_of(body, state.config.long_documents),
         "priority": body.priority or 0,
         "tenant": tenant,
         "timeout": body.timeout,
     }
     use_activation = body.use_activation if isinstance(body, PoolingRequest) else None
-    _check_task(body, task)
+    for name in ("late_chunking", "chunks", "encoding", "muvera") if task != "embed" else ():
+        if getattr(body, name) not in (None, False):
+            raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
     if task == "classify":
         check_labels(state, len(inputs))
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
@@ -549,8 +483,11 @@ async def _run(
     if use_activation is False:
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
     dimensions = body.dimensions or body.output_dimension
+    input_type = input_type_of(body.input_type)
+    if body.input_type is None and not isinstance(body, PoolingRequest):
+        input_type = input_type_of(body.task, "task")
     options |= {
-        "input_type": _input_type_of_request(body),
+        "input_type": input_type,
         "prompt_name": body.prompt_name,
         "dimensions": dimensions,
     }
@@ -560,14 +497,6 @@ async def _run(
     return await engine.embed_tokens(inputs, **options, max_tokens=most, return_tokens=False)
 
 
-def _unused_for(task: str, body: EmbeddingsRequest) -> list[UnreadField]:
-    """Fields on vectors in a request for something else."""
-    names = ["normalized"] if task != "embed" or body.encoding is not None else []
-    if task == "classify":
-        names += ["dimensions", "output_dimension", "input_type", "prompt_name"]
-    return [UnreadField(name, None) for name in names if getattr(body, name)]
-
-
 def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
     scaled: NDArray[np.floating[Any]] = rows / np.maximum(
         np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST
@@ -575,24 +504,11 @@ def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]
     return scaled
 
 
-def _check_task(body: EmbeddingsRequest, task: str) -> None:
-    """Refuses options of one vector per text for other tasks."""
-    given = {
-        "late_chunking": bool(body.late_chunking),
-        "chunks": body.chunks is not None,
-        "encoding": body.encoding is not None,
-        "muvera": body.muvera is not None,
-    }
-    for name, is_given in given.items():
-        if is_given and task != "embed":
-            raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
-
-
 def _one_vector_options(state: ServerState, body: EmbeddingsRequest, num_texts: int) -> dict[str, Any]:
     """Options on how a text, or each of its chunks, becomes one vector."""
     options: dict[str, Any] = {}
     if body.late_chunking or body.chunks is not None:
-        check_count(body.chunks, "chunks", state.config.max_documents)
+        reading.check_count(body.chunks, "chunks", state.config.max_documents)
         options |= {"late_chunking": bool(body.late_chunking), "chunks": body.chunks}
     num_vectors = num_texts if body.chunks is None else len(body.chunks)
     if (encoding := encoding_of(body)) is None:
@@ -639,7 +555,7 @@ def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) 
         )
 
 
-async def _read_chat(state: ServerState, body: EmbeddingsRequest, chat: Chat) -> Inputs:
+async def _read_chat(state: ServerState, body: EmbeddingsRequest, chat: Chat) -> reading.Inputs:
     """Returns token ids, unless the request wants special tokens beside the template's."""
     engine = state.engine
     text, is_complete = await engine.conversation(
@@ -662,11 +578,6 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or dim))
 
 
-def wanted_vectors(state: ServerState, body: EmbeddingsRequest) -> Wanted:
-    """Encodings are made of token vectors."""
-    return wanted_by_task(None, body.encoding)
-
-
 _WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
 
 
@@ -675,46 +586,46 @@ def wanted_pooling(state: ServerState, body: PoolingRequest) -> Wanted:
 
 
 def wanted_by_task(task: Any, encoding: Any) -> Wanted:
-    """The kind of result by two fields of /pooling, whose values may be wrong."""
+    """By two fields of /pooling, whose values may be wrong. Encodings are made of token vectors."""
     if encoding is not None:
         return Wanted.TOKEN_VECTORS
     return _WANTED_OF_TASK.get(task, Wanted.VECTORS) if isinstance(task, str) else Wanted.VECTORS
 
 
-_TEXTS = {"input": DOCUMENTS}
+_TEXTS = {"input": wire.DOCUMENTS}
+
+EMBED = Form(
+    EmbeddingsRequest, read_inputs_or_chat, partial(_vectors, "embed", Embedding, EmbeddingsResponse, "embd")
+)
+POOL = Form(PoolingRequest, read_inputs_or_chat, partial(_vectors, None, Pooling, PoolingResponse, "pooling"))
 
 ROUTES = (
-    *(
-        post_texts(
-            path,
+    *post_texts(
+        ("/v1/embeddings", "/embeddings"),
+        EMBED,
+        lambda state, body: wanted_by_task(None, body.encoding),
+        Shown(Group.EMBED, "Embed texts, one vector each", _TEXTS),
+        EmbeddingsResponse,
+        _SAFETENSORS,
+    ),
+    *post_texts(
+        ("/v1/multi-vector",),
+        Form(
             EmbeddingsRequest,
             read_inputs_or_chat,
-            embeddings,
-            EmbeddingsResponse,
-            _SAFETENSORS,
-            wanted=wanted_vectors,
-            shown=Shown(Group.EMBED, "Embed texts, one vector each", _TEXTS),
-        )
-        for path in ("/v1/embeddings", "/embeddings")
-    ),
-    post_texts(
-        "/v1/multi-vector",
-        EmbeddingsRequest,
-        read_inputs_or_chat,
-        multi_vector,
+            partial(_vectors, "token_embed", MultiVector, MultiVectorResponse, "multi-vector"),
+        ),
+        Wanted.TOKEN_VECTORS,
+        Shown(Group.EMBED, "Embed texts, one vector per token", _TEXTS),
         MultiVectorResponse,
         _SAFETENSORS,
-        wanted=Wanted.TOKEN_VECTORS,
-        shown=Shown(Group.EMBED, "Embed texts, one vector per token", _TEXTS),
     ),
-    post_texts(
-        "/pooling",
-        PoolingRequest,
-        read_inputs_or_chat,
-        pooling,
+    *post_texts(
+        ("/pooling",),
+        POOL,
+        wanted_pooling,
+        Shown(Group.EMBED, "Embed or classify texts, by task", _TEXTS | {"task": "embed"}),
         PoolingResponse,
         _SAFETENSORS,
-        wanted=wanted_pooling,
-        shown=Shown(Group.EMBED, "Embed or classify texts, by task", _TEXTS | {"task": "embed"}),
     ),
 )

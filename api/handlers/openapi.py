@@ -53,14 +53,15 @@ Page = dict[str, Any]
 def openapi_page(routes: Iterable[Route], open_routes: Collection[str]) -> bytes:
     """The page as JSON. `open_routes` need no key, and have the same fields when they answer 503."""
     routes = list(routes)
-    types = _types_of(routes)
+    shown = [each for route in routes for each in (*route.kinds, *route.answers) if not isinstance(each, str)]
+    types: list[Any] = [*dict.fromkeys((ErrorResponse, *shown))]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
     for kind in types:
         if kind.__class__ is msgspec.StructMeta:
             fields = components[kind.__name__]["properties"]
-            components[kind.__name__]["properties"] = {
-                name: fields[name] for name in _own_fields_first(kind) if name in fields
-            }
+            # Its own fields first, those of its bases last.
+            names = dict.fromkeys(name for each in kind.__mro__ for name in inspect.get_annotations(each))
+            components[kind.__name__]["properties"] = {name: fields[name] for name in names if name in fields}
     for kind, metas in ENGINE_FIELDS.items():
         for name, meta in metas.items():
             field = components[kind.__name__]["properties"][name]
@@ -109,11 +110,6 @@ def openapi_page(routes: Iterable[Route], open_routes: Collection[str]) -> bytes
     )
 
 
-def _own_fields_first(kind: type) -> Iterable[str]:
-    """The names of a struct's fields, those of its bases last."""
-    return dict.fromkeys(name for each in kind.__mro__ for name in inspect.get_annotations(each))
-
-
 def _complete(field: Page, components: Page) -> None:
     """Puts a field that may be null in fewer words, and gives a field of objects an example."""
     for each in (field, *field.get("anyOf", ())):
@@ -142,15 +138,6 @@ def _example_of(schema: Page, components: Page) -> Any:
     if "anyOf" in schema:
         return _example_of(schema["anyOf"][0], components)
     return [_example_of(schema["items"], components)] if schema.get("items") else None
-
-
-def _types_of(routes: Iterable[Route]) -> list[Any]:
-    types: list[Any] = [ErrorResponse]
-    for route in routes:
-        for each in (*route.kinds, *route.answers):
-            if not isinstance(each, str) and each not in types:
-                types.append(each)
-    return types
 
 
 def _operation(route: Route, schema_of: Callable[..., Page], is_open: bool) -> Page:

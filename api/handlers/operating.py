@@ -2,27 +2,21 @@
 models."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from maxsimd import __version__
-from maxsimd.api.answer import (
-    Answer,
-    ApiError,
-    body_not_unicode,
-    json_page,
-    no_such_model,
-    now,
-    quoted,
-    too_deep,
-    too_large,
-)
-from maxsimd.api.handlers.route import LARGE_BODY, Body, Group, Route, Shown, Work, delete, get, read_body
-from maxsimd.api.models import LastModelError, SeveralModels, find_model, served_names
+from maxsimd.api.answer import Answer, ApiError, json_page, no_such_model, now, quoted
+from maxsimd.api.handlers.bodies import LARGE_BODY, NAMES, Body, read_body, wrong_bodies_refused
+from maxsimd.api.handlers.rerank import ScoreScale
+from maxsimd.api.handlers.route import Group, Route, Shown, delete, get
+from maxsimd.api.models import LastModelError, SeveralModels
 from maxsimd.api.options import in_flags
-from maxsimd.api.reading import UnreadField, unread_fields
+from maxsimd.api.reading import unread_fields
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import AlwaysList, Created, Model, about
 from maxsimd.engine.config import ScoreType
@@ -48,10 +42,8 @@ class Version(msgspec.Struct):
     version: Annotated[str, about("Version of maxsimd.", __version__)]
 
 
-class CardScale(msgspec.Struct):
-    transform: Annotated[str, about("How the model's outputs become scores.", "maxsim")]
-    min: Annotated[float | None, about("Lowest score; null for no bound.", 0)]
-    max: Annotated[float | None, about("Highest score; null for no bound.", 1)]
+class CardScale(ScoreScale):
+    pass
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -63,29 +55,23 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: Annotated[str, about("Always `maxsimd`; `infinity` on Infinity's routes.", "maxsimd")]
     root: Annotated[str | None, about("Checkpoint that the model was loaded from.", "all-MiniLM-L6-v2")]
     state: Annotated[str, about("ok, loading, dropped, or why it is not served.", "ok")]
-    max_model_len: Annotated[int | msgspec.UnsetType, about("Most tokens that the model reads.", 512)] = (
-        msgspec.UNSET
+    max_model_len: Annotated[int | UnsetType, about("Most tokens that the model reads.", 512)] = UNSET
+    score_type: Annotated[str | UnsetType, about("Kind of scoring.", "late-interaction")] = UNSET
+    score_scale: Annotated[CardScale | UnsetType | None, about("Scale of scores; null for classifiers.")] = (
+        UNSET
     )
-    score_type: Annotated[str | msgspec.UnsetType, about("Kind of scoring.", "late-interaction")] = (
-        msgspec.UNSET
-    )
-    score_scale: Annotated[
-        CardScale | msgspec.UnsetType | None, about("Scale of scores; null for classifiers.")
-    ] = msgspec.UNSET
     normalized_score_scale: Annotated[
-        CardScale | msgspec.UnsetType | None, about("Scale with `normalize`; null if the model has none.")
-    ] = msgspec.UNSET
-    execution: Annotated[
-        str | msgspec.UnsetType, about("How texts of different lengths run together.", "packed")
-    ] = msgspec.UNSET
-    device: Annotated[str | msgspec.UnsetType, about("Device that the model runs on.", "cpu")] = msgspec.UNSET
-    kernels: Annotated[str | msgspec.UnsetType, about("Kernels that the model runs with.", "avx512")] = (
-        msgspec.UNSET
+        CardScale | UnsetType | None, about("Scale with `normalize`; null if the model has none.")
+    ] = UNSET
+    execution: Annotated[str | UnsetType, about("How texts of different lengths run together.", "packed")] = (
+        UNSET
     )
+    device: Annotated[str | UnsetType, about("Device that the model runs on.", "cpu")] = UNSET
+    kernels: Annotated[str | UnsetType, about("Kernels that the model runs with.", "avx512")] = UNSET
     checked: Annotated[
-        list[str] | msgspec.UnsetType,
+        list[str] | UnsetType,
         about("What the self-check found at load.", ["packed batches match"]),
-    ] = msgspec.UNSET
+    ] = UNSET
 
 
 class Models(msgspec.Struct, kw_only=True):
@@ -109,9 +95,9 @@ class Info(msgspec.Struct, kw_only=True):
     auto_truncate: Annotated[bool, about("Whether long texts are truncated.", True)]
     version: Annotated[str, about("Version of maxsimd.", __version__)]
     models: Annotated[
-        list[str] | msgspec.UnsetType,
+        list[str] | UnsetType,
         about("Names of all models, if there are several.", ["rerank", "embed"]),
-    ] = msgspec.UNSET
+    ] = UNSET
 
 
 async def health(state: ServerState) -> Answer:
@@ -127,12 +113,13 @@ async def ready(state: ServerState) -> Answer:
 
 
 def _status(state: ServerState) -> Status:
+    status = Status(state.phase)
     if state.models is not None:
         meant_to_be = [name for name in state.models.names if state.models.state(name) != DROPPED]
-        return Status(state.phase, models=Counts(len(served_names(state.models)), len(meant_to_be)))
-    if state.fleet is None:
-        return Status(state.phase)
-    return Status(state.phase, replicas=Counts(*state.fleet.replicas))
+        status.models = Counts(len(state.models.served_names), len(meant_to_be))
+    elif state.fleet is not None:
+        status.replicas = Counts(*state.fleet.replicas)
+    return status
 
 
 async def show_version(state: ServerState) -> Answer:
@@ -144,31 +131,24 @@ async def models(state: ServerState) -> Answer:
     return json_page(Models(data=[model_card(state, name) for name in names]))
 
 
-def model(name: str) -> Work:
-    """The handler of /v1/models/{name}."""
-
-    async def show(state: ServerState, body: Body, tenant: str) -> Answer:
-        state.check_model(name)
-        return json_page(model_card(state, name if state.models is None else find_model(state.models, name)))
-
-    return show
+async def show_model(state: ServerState) -> Answer:
+    name = state.name_in_path
+    state.check_model(name)
+    return json_page(model_card(state, name if state.models is None else state.models.find(name)))
 
 
 def model_card(state: ServerState, name: str) -> ModelCard:
     """The entry of /v1/models for one name of a model."""
     models = state.models
     facts = state.engine.facts if models is None else models.facts_of(name)
-    card = ModelCard(
-        id=name,
-        created=now(),
-        owned_by="maxsimd",
-        root=facts.name if facts is not None else _configured(state, name),
-        state="ok" if models is None else in_flags(models.state(name)),
-    )
+    card = ModelCard(id=name, created=now(), owned_by="maxsimd", root=None, state="ok")
+    if models is not None:
+        card.root, card.state = models.setup_of(name).engine.model, in_flags(models.state(name))
     if facts is None:
         return card
     return msgspec.structs.replace(
         card,
+        root=facts.name,
         max_model_len=facts.max_tokens,
         score_type=facts.score_type.value,
         score_scale=_scale(facts, normalize=state.config.normalize_scores and facts.normalizes),
@@ -180,10 +160,6 @@ def model_card(state: ServerState, name: str) -> ModelCard:
     )
 
 
-def _configured(state: ServerState, name: str) -> str | None:
-    return None if state.models is None else state.models.setup_of(name).engine.model
-
-
 def _scale(facts: ModelFacts, normalize: bool) -> CardScale | None:
     """The scale of scores by default, or of normalized ones; None if the model has none."""
     if facts.is_classifier or (normalize and not facts.normalizes):
@@ -193,8 +169,7 @@ def _scale(facts: ModelFacts, normalize: bool) -> CardScale | None:
 
 
 async def info(state: ServerState) -> Answer:
-    """text-embeddings-inference's description of the model, or of the first of several; clients look at
-    `model_type`."""
+    """text-embeddings-inference's description of the model, or of the first of several."""
     model = state.engine.facts
     return json_page(
         Info(
@@ -207,14 +182,13 @@ async def info(state: ServerState) -> Answer:
             max_batch_tokens=model.step_tokens,
             auto_truncate=state.config.long_documents != "error",
             version=__version__,
-            models=msgspec.UNSET if state.models is None else list(state.model_names),
+            models=UNSET if state.models is None else list(state.model_names),
         )
     )
 
 
 def _tei_kind(model: ModelFacts) -> dict[str, Any]:
-    """The model's purposes in text-embeddings-inference's words. The first key is the main one: some clients
-    look at no other."""
+    """The model's purposes for text-embeddings-inference's clients. Some look only at the first key."""
     if model.is_classifier:
         return {"classifier": _labels(model)}
     ranking = {"reranker": _labels(model)}
@@ -229,9 +203,8 @@ def _tei_kind(model: ModelFacts) -> dict[str, Any]:
 
 
 def _labels(model: ModelFacts) -> dict[str, Any]:
-    names = model.labels or ("relevance",)
-    ids = {name: i for i, name in enumerate(names)}
-    return {"id2label": {str(i): name for name, i in ids.items()}, "label2id": ids}
+    names = list(enumerate(model.labels or ("relevance",)))
+    return {"id2label": {str(i): name for i, name in names}, "label2id": {name: i for i, name in names}}
 
 
 async def clear_cache(state: ServerState) -> Answer:
@@ -259,100 +232,73 @@ ROUTES = (
     get("/version", show_version, Version, shown=_shown("Version of maxsimd")),
     get("/v1/models", models, Models, shown=_shown("List the models")),
     get("/models", models, Models, shown=_shown("List the models")),
-    # Only for its methods: the answer depends on the name.
-    get(MODEL_PATH, models, ModelCard, shown=_shown("Describe a model")),
+    get(MODEL_PATH, show_model, ModelCard, shown=_shown("Describe a model")),
     get("/metrics", metrics, CONTENT_TYPE_LATEST.partition(";")[0], shown=_shown("Prometheus metrics")),
     delete("/cache", clear_cache, shown=_shown("Empty the cache")),
 )
 
 
-CHANGE_METHODS = ("POST", "DELETE")
+async def load(state: ServerState, body: Body, tenant: str) -> Answer:
+    """Returns when the model is served."""
+    state, models, name = await _changing(state, body)
+    if not models.may_load(name):
+        message = (
+            f"there is no model {quoted(name)} to load; name one of the configuration, or one in the "
+            "folder of --models-dir by its path there"
+        )
+        raise ApiError(404, message, "name")
+    state.check_ready()
+    try:
+        await models.load(name)
+    except Exception as error:
+        reason = in_flags(str(error)) or type(error).__name__
+        raise ApiError(422, f"the model {quoted(name)} cannot be loaded: {reason}", "name") from error
+    return json_page(model_card(state, name)).with_field_warnings(state.field_warnings)
 
 
-def changing(method: str, name: str) -> Work:
-    """The work that loads or drops a model."""
+async def drop(state: ServerState, body: Body, tenant: str) -> Answer:
+    """Returns when the model is gone."""
+    state, models, name = await _changing(state, body)
+    if name not in models.names:
+        raise no_such_model(name, models.served_names)
+    state.check_ready()
+    try:
+        await models.drop(name)
+    except LastModelError:
+        message = "this is the last model that is served; load another first, or stop the server"
+        raise ApiError(409, message, "name") from None
+    return Answer(204).with_field_warnings(state.field_warnings)
 
-    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
-        models = state.models
-        assert models is not None
-        with state.bodies.hold() as held:
-            given = await read_body(state, body, held)
-        if len(given) > LARGE_BODY:
-            raise too_large("the body is too large; send none, because loading and dropping read no fields")
-        state = state.warning_about(_fields_in(given), MODEL_PATH)
-        is_load = method == "POST"
-        answer = await (_load(state, models, name) if is_load else _drop(models, name))
-        return answer.with_field_warnings(state.field_warnings)
 
-    return work
+async def _changing(state: ServerState, body: Body) -> tuple[ServerState, SeveralModels, str]:
+    """Reads the body of a request that loads or drops a model. Returns the state with the warnings about its
+    fields, all models, and the name."""
+    with state.bodies.hold() as held:
+        given = await read_body(state, body, held)
+    if len(given) > LARGE_BODY:
+        raise ApiError(413, "the body is too large; send none, because loading and dropping read no fields")
+    unread = []
+    with wrong_bodies_refused(), suppress(msgspec.DecodeError):  # a body is optional
+        unread = unread_fields(_NoFields(), NAMES.decode(given))
+    assert state.models is not None
+    return state.warning_about(unread, MODEL_PATH), state.models, state.name_in_path
 
 
 class _NoFields(msgspec.Struct):
     """A load request has no fields: the server's configuration says how a model runs."""
 
 
-def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
-    """The fields of an optional body, all of them unread. Raises ApiError (400) for names that are not UTF-8
-    and for bodies nested too deeply."""
-    try:
-        return unread_fields(_NoFields(), msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-    except msgspec.DecodeError:
-        return []
-    except UnicodeDecodeError as error:
-        raise body_not_unicode(error.reason) from error
-    except RecursionError as error:
-        raise too_deep() from error
-
-
 def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:
     """Raises ApiError (403) without an admin's key."""
-    if state.keys.is_admin(headers.get("authorization", "")):
-        return
-    if state.keys.has_admins:
-        message = "this key may not load or drop models; send one that the file of keys gives admin=yes"
-    else:
-        message = (
-            "models are loaded and dropped only where the file of keys (--api-key-file) gives a key admin=yes"
-        )
-    raise ApiError(403, "PermissionDeniedError", message)
+    message = "this key may not load or drop models; send one that the file of keys gives admin=yes"
+    if not state.keys.has_admins:
+        message = "models are loaded and dropped only where the file of keys (--api-key-file) gives a key "
+        message += "admin=yes"
+    if not state.keys.is_admin(headers.get("authorization", "")):
+        raise ApiError(403, message)
 
 
-async def _load(state: ServerState, models: SeveralModels, name: str) -> Answer:
-    """Returns when the model is served."""
-    if not models.may_load(name):
-        message = (
-            f"there is no model {quoted(name)} to load; name one of the configuration, or one in the "
-            "folder of --models-dir by its path there"
-        )
-        raise ApiError(404, "NotFoundError", message, "name")
-    state.check_ready()
-    try:
-        await models.load(name)
-    except Exception as error:
-        reason = in_flags(str(error)) or type(error).__name__
-        message = f"the model {quoted(name)} cannot be loaded: {reason}"
-        raise ApiError(422, "ModelLoadError", message, "name") from error
-    return json_page(model_card(state, name))
-
-
-async def _drop(models: SeveralModels, name: str) -> Answer:
-    """Returns when the model is gone."""
-    if name not in models.names:
-        raise no_such_model(name, served_names(models))
-    try:
-        await models.drop(name)
-    except LastModelError:
-        message = "this is the last model that is served; load another first, or stop the server"
-        raise ApiError(409, "ConflictError", message, "name") from None
-    return Answer(204)
-
-
-async def _depends_on_name(state: ServerState, body: Body, tenant: str) -> Answer:
-    raise AssertionError("the work depends on the name")
-
-
-# For /openapi.json, if there are admins.
 CHANGE_ROUTES = (
-    Route(MODEL_PATH, ("POST",), _depends_on_name, _shown("Load a model"), answers=(ModelCard,)),
-    Route(MODEL_PATH, ("DELETE",), _depends_on_name, _shown("Drop a model"), status=204),
+    Route(MODEL_PATH, ("POST",), load, _shown("Load a model"), answers=(ModelCard,)),
+    Route(MODEL_PATH, ("DELETE",), drop, _shown("Drop a model"), status=204),
 )

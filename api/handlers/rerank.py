@@ -8,61 +8,26 @@ several models rank in stages.
 
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import Group, Shown, TeiHeaders, post_texts
-from maxsimd.api.models import SeveralModels, Wanted, find_model
-from maxsimd.api.reading import (
-    as_item,
-    as_items,
-    check_count,
-    rank_places,
-    tei_truncation,
-    truncation_of,
-    warnings_of,
-    with_request_field_names,
-)
+from maxsimd.api.handlers.route import Form, Group, Shown, TeiHeaders, answer_of, post_texts
+from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.state import ServerState, naming_lost_model
-from maxsimd.api.wire import (
-    DOCUMENTS,
-    QUERY,
-    AlwaysList,
-    Content,
-    Contents,
-    Created,
-    Documents,
-    Id,
-    Index,
-    Milliseconds,
-    Model,
-    Name,
-    NotNegative,
-    Positive,
-    Query,
-    RankFields,
-    RelevanceScore,
-    Scoring,
-    TopN,
-    Truncate,
-    TruncationDirection,
-    UsageField,
-    Warned,
-    Warnings,
-    about,
-)
-from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, ScoreResult, Truncation
+from maxsimd.api.wire import about
+from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, ScoreResult, Stage, Truncation
 from maxsimd.engine import requests as engine_requests
 from maxsimd.engine.explanations import Explanation, Patch, TokenMatch, WindowScore
 from maxsimd.engine.requests import Item, ScoreOptions, Timings
 from maxsimd.engine.workers import run_in_thread_if_large
 
-if TYPE_CHECKING:
-    from maxsimd.engine.engine import DocumentStream
-
+T = TypeVar("T")
 LINES = "application/x-ndjson"
 
 ToScore = tuple[list[Item], list[Item]]
@@ -73,8 +38,7 @@ _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), 
 PAIRED_FIELDS = frozenset(name for pair in _PAIRS for name in pair)
 
 # Fields that text-embeddings-inference lacks in requests with `texts`, and fields that only it has.
-_LENGTHS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
-WINDOW_FIELDS = frozenset({*_LENGTHS, "truncation_side", "long_documents", "window_overlap"})
+WINDOW_FIELDS = frozenset({*reading.LIMITS, "truncation_side", "long_documents", "window_overlap"})
 NOT_OF_TEI = WINDOW_FIELDS | {"documents", "top_k", "truncation", "rank_fields"}
 OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
 
@@ -83,16 +47,16 @@ _MOST_STAGES = 8
 _FOR_ALL_STAGES = ("truncation", "use_activation", "normalize", "cache", "priority", "tenant")
 
 
-class ScoreRequest(Scoring, kw_only=True):
+class ScoreRequest(wire.Scoring, kw_only=True):
     """One query for all documents, or as many queries as documents."""
 
-    queries: Annotated[Contents | None, about("A query, or one for each document.", QUERY)] = None
-    documents: Documents | None = None
-    items: Annotated[Contents | None, about("Another name of `documents`.", DOCUMENTS)] = None
-    text_1: Annotated[Contents | None, about("vLLM's name of `queries`.", QUERY)] = None
-    text_2: Annotated[Contents | None, about("vLLM's name of `documents`.", DOCUMENTS)] = None
-    data_1: Annotated[Contents | None, about("vLLM's newer name of `queries`.", QUERY)] = None
-    data_2: Annotated[Contents | None, about("vLLM's newer name of `documents`.", DOCUMENTS)] = None
+    queries: Annotated[wire.Contents | None, about("A query, or one for each document.", wire.QUERY)] = None
+    documents: wire.Documents | None = None
+    items: Annotated[wire.Contents | None, about("Another name of `documents`.", wire.DOCUMENTS)] = None
+    text_1: Annotated[wire.Contents | None, about("vLLM's name of `queries`.", wire.QUERY)] = None
+    text_2: Annotated[wire.Contents | None, about("vLLM's name of `documents`.", wire.DOCUMENTS)] = None
+    data_1: Annotated[wire.Contents | None, about("vLLM's newer name of `queries`.", wire.QUERY)] = None
+    data_2: Annotated[wire.Contents | None, about("vLLM's newer name of `documents`.", wire.DOCUMENTS)] = None
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -113,9 +77,9 @@ class ScoreRequest(Scoring, kw_only=True):
 class CascadeStage(msgspec.Struct, kw_only=True):
     """A stage of a cascade."""
 
-    model: Annotated[Name, about("Name of the model that ranks.", "all-MiniLM-L6-v2")]
+    model: Annotated[wire.Name, about("Name of the model that ranks.", "all-MiniLM-L6-v2")]
     keep: Annotated[
-        Positive | None,
+        wire.Positive | None,
         about("How many of the best documents go on to the next stage. Leave it out in the last.", 100),
     ] = None
     instruction: Annotated[
@@ -129,17 +93,17 @@ ReturnDocuments = Annotated[
 ]
 
 
-class RerankRequest(Scoring, kw_only=True):
+class RerankRequest(wire.Scoring, kw_only=True):
     """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`. Voyage's has
     `top_k` or `truncation`, which others do not have. With a `cascade` several models rank."""
 
-    query: Query
-    documents: Documents | None = None
+    query: wire.Query
+    documents: wire.Documents | None = None
     texts: Annotated[
-        list[str] | None, about("text-embeddings-inference's name of `documents`.", DOCUMENTS)
+        list[str] | None, about("text-embeddings-inference's name of `documents`.", wire.DOCUMENTS)
     ] = None
-    top_n: TopN = None
-    top_k: Annotated[NotNegative | None, about("Voyage's name of `top_n`.", 3)] = None
+    top_n: wire.TopN = None
+    top_k: Annotated[wire.NotNegative | None, about("Voyage's name of `top_n`.", 3)] = None
     truncation: Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)] = (
         None
     )
@@ -147,9 +111,9 @@ class RerankRequest(Scoring, kw_only=True):
     return_text: Annotated[
         bool | None, about("text-embeddings-inference's `return_documents`. Default: false.", True)
     ] = None
-    rank_fields: RankFields = None
-    truncate: Truncate = None
-    truncation_direction: TruncationDirection = None
+    rank_fields: wire.RankFields = None
+    truncate: wire.Truncate = None
+    truncation_direction: wire.TruncationDirection = None
     cascade: Annotated[
         list[CascadeStage] | None,
         about("Stages, each with a model, on a server of several models. Default: one model ranks."),
@@ -230,14 +194,14 @@ _EXPLAINED = about("Why the document has its score, with `explain`.")
 
 
 class Score(msgspec.Struct):
-    index: Index
-    score: RelevanceScore
+    index: wire.Index
+    score: wire.RelevanceScore
     object: Annotated[str, about("Always `score`.", "score")] = "score"
-    explanation: Annotated[WireExplanation | msgspec.UnsetType, _EXPLAINED] = msgspec.UNSET
+    explanation: Annotated[WireExplanation | UnsetType, _EXPLAINED] = UNSET
 
 
 class DocumentError(msgspec.Struct):
-    index: Index
+    index: wire.Index
     error: Annotated[str, about("Why the document has no score.", "half of a character, like \\ud83d alone")]
 
 
@@ -250,41 +214,43 @@ class ScoreScale(msgspec.Struct):
 ScaleField = Annotated[ScoreScale, about("What the scores mean.")]
 
 
-class Completeness(Warned, kw_only=True):
+class Completeness(wire.Warned, kw_only=True):
     """The documents without a score, for requests that want them reported."""
 
     complete: Annotated[
-        bool | msgspec.UnsetType,
+        bool | UnsetType,
         about("With `on_timeout` partial: whether all documents have a score.", True),
-    ] = msgspec.UNSET
+    ] = UNSET
     unscored: Annotated[
-        tuple[int, ...] | msgspec.UnsetType, about("The documents that ran out of time, by `index`.", [2, 3])
-    ] = msgspec.UNSET
+        tuple[int, ...] | UnsetType, about("The documents that ran out of time, by `index`.", [2, 3])
+    ] = UNSET
     errors: Annotated[
-        list[DocumentError] | msgspec.UnsetType, about("With `on_error` report: the bad documents.")
-    ] = msgspec.UNSET
+        list[DocumentError] | UnsetType, about("With `on_error` report: the bad documents.")
+    ] = UNSET
 
 
 class ScoreResponse(Completeness):
-    id: Id
-    created: Created
-    model: Model
+    id: wire.Id
+    created: wire.Created
+    model: wire.Model
     data: Annotated[list[Score], about("A score for each document, in the request's order.")]
-    usage: UsageField
+    usage: wire.UsageField
     score_scale: ScaleField
-    object: AlwaysList = "list"
+    object: wire.AlwaysList = "list"
 
 
 class Document(msgspec.Struct):
-    text: Annotated[str, about("Text of the document.", DOCUMENTS[1])]
+    text: Annotated[str, about("Text of the document.", wire.DOCUMENTS[1])]
 
 
-DocumentText = Annotated[str | None, about("Text of the document, if the request asks for it.", DOCUMENTS[1])]
+DocumentText = Annotated[
+    str | None, about("Text of the document, if the request asks for it.", wire.DOCUMENTS[1])
+]
 
 
 class Ranked(msgspec.Struct, omit_defaults=True):
-    index: Index
-    relevance_score: RelevanceScore
+    index: wire.Index
+    relevance_score: wire.RelevanceScore
     document: Annotated[Document | None, about("The document, if it came as text.")] = None
     explanation: Annotated[WireExplanation | None, _EXPLAINED] = None
     model: Annotated[
@@ -295,18 +261,18 @@ class Ranked(msgspec.Struct, omit_defaults=True):
 class StageDone(msgspec.Struct):
     """A stage of a cascade."""
 
-    model: Model
+    model: wire.Model
     documents: Annotated[int, about("Number of documents that it ranked.", 100)]
-    milliseconds: Milliseconds
+    milliseconds: wire.Milliseconds
 
 
 class RerankResponse(Completeness, omit_defaults=True):
     """Jina's and Cohere's."""
 
-    id: Id
-    model: Model
+    id: wire.Id
+    model: wire.Model
     results: Annotated[list[Ranked], about("The documents, best first.")]
-    usage: UsageField
+    usage: wire.UsageField
     meta: Annotated[
         dict[str, Any],
         about(
@@ -314,26 +280,26 @@ class RerankResponse(Completeness, omit_defaults=True):
         ),
     ]
     score_scale: ScaleField
-    stages: Annotated[list[StageDone] | msgspec.UnsetType, about("The stages of a cascade.")] = msgspec.UNSET
+    stages: Annotated[list[StageDone] | UnsetType, about("The stages of a cascade.")] = UNSET
 
 
 class TeiRanked(msgspec.Struct, omit_defaults=True):
-    index: Index
-    score: RelevanceScore
+    index: wire.Index
+    score: wire.RelevanceScore
     text: DocumentText = None
 
 
 class VoyageRanked(msgspec.Struct, omit_defaults=True):
-    index: Index
-    relevance_score: RelevanceScore
+    index: wire.Index
+    relevance_score: wire.RelevanceScore
     document: DocumentText = None
 
 
-class VoyageResponse(Warned, kw_only=True):
-    object: AlwaysList = "list"
+class VoyageResponse(wire.Warned, kw_only=True):
+    object: wire.AlwaysList = "list"
     data: Annotated[list[VoyageRanked], about("The documents, best first.")]
-    model: Model
-    usage: UsageField
+    model: wire.Model
+    usage: wire.UsageField
 
 
 def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
@@ -342,9 +308,9 @@ def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
     if pair is not None:
         first, second = pair
         queries, documents = getattr(request, first), getattr(request, second)
-        check_count(documents, second, most)
-        check_count(queries, first, most)
-        return as_items(queries, first), as_items(documents, second)
+        reading.check_count(documents, second, most)
+        reading.check_count(queries, first, most)
+        return reading.as_items(queries, first), reading.as_items(documents, second)
     for first, second in _PAIRS:
         if getattr(request, first) is not None:
             raise InvalidRequestError(f"{second} is missing", second)
@@ -353,43 +319,38 @@ def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
 
 def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
     """The query and the documents of a rerank request, `texts` before `documents`."""
-    query = as_item(request.query, "query", "query")
     if request.texts is not None:
-        check_count(request.texts, "texts", most)
-        return query, [*request.texts]
+        return query_and_documents(request.query, [*request.texts], "texts", most)
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
     return query_and_documents(request.query, request.documents, "documents", most, request.rank_fields)
 
 
 def query_and_documents(
-    query: Content, documents: Contents, name: str, most: int, rank_fields: list[str] | None = None
+    query: wire.Content, documents: wire.Contents, name: str, most: int, rank_fields: list[str] | None = None
 ) -> ToRank:
     """A query and its documents, which came in the field `name`."""
-    item = as_item(query, "query", "query")
-    check_count(documents, name, most)
-    return item, as_items(documents, name, rank_places(rank_fields))
+    item = reading.as_item(query, "query", "query")
+    reading.check_count(documents, name, most)
+    return item, reading.as_items(documents, name, reading.rank_places(rank_fields))
 
 
-def _wants_activation(request: Scoring) -> bool:
+def _wants_activation(request: wire.Scoring) -> bool:
     return not request.raw_scores if request.use_activation is None else request.use_activation
 
 
-def normalizes_by_default(state: ServerState) -> bool:
-    """Whether `--normalize-scores` applies: not to models whose scores have no bounds."""
-    return state.config.normalize_scores and state.engine.facts.normalizes
-
-
-def _wants_normalized(request: Scoring, default: bool) -> bool:
-    """Whether scores are to be from 0 to 1. `default` holds for requests that mention neither this nor raw
-    scores."""
+def _wants_normalized(state: ServerState, request: wire.Scoring) -> bool:
+    """Whether scores are to be from 0 to 1. `--normalize-scores` holds for requests that mention neither this
+    nor raw scores, and for models whose scores have bounds."""
     raw = not _wants_activation(request)
+    if request.normalize is None:
+        return state.config.normalize_scores and state.engine.facts.normalizes and not raw
     if request.normalize and raw:
         raise InvalidRequestError("normalize and raw scores exclude each other; leave out one", "normalize")
-    return default and not raw if request.normalize is None else request.normalize
+    return request.normalize
 
 
-def _instruction_of(request: Scoring) -> str | None:
+def _instruction_of(request: wire.Scoring) -> str | None:
     """The instruction, under either of its names."""
     if None not in (request.instruction, request.instruct) and request.instruction != request.instruct:
         raise InvalidRequestError("instruction and instruct say different things; leave out one", "instruct")
@@ -397,13 +358,13 @@ def _instruction_of(request: Scoring) -> str | None:
 
 
 def score_options(
-    state: ServerState, body: Scoring, tenant: str, truncation: Truncation | None = None
+    state: ServerState, body: wire.Scoring, tenant: str, truncation: Truncation | None = None
 ) -> ScoreOptions:
     """The request's options for the engine. Without `truncation` the request says how it truncates."""
     return {
-        "truncation": truncation or truncation_of(body, state.config.long_documents),
+        "truncation": truncation or reading.truncation_of(body, state.config.long_documents),
         "use_activation": _wants_activation(body),
-        "normalize": _wants_normalized(body, normalizes_by_default(state)),
+        "normalize": _wants_normalized(state, body),
         "instruction": _instruction_of(body),
         "cache": body.cache or "use",
         "priority": body.priority or 0,
@@ -417,7 +378,7 @@ def score_options(
 
 async def run_rerank(
     state: ServerState,
-    body: Scoring,
+    body: wire.Scoring,
     texts: ToRank,
     tenant: str,
     *,
@@ -426,7 +387,7 @@ async def run_rerank(
     truncation: Truncation | None = None,
 ) -> RerankResult:
     """Ranks with the request's options. `documents` is the field that they came in."""
-    with with_request_field_names(queries="query", documents=documents):
+    with reading.with_request_field_names(queries="query", documents=documents):
         return await state.engine.rerank(
             *texts,
             top_n=top_n,
@@ -435,11 +396,10 @@ async def run_rerank(
         )
 
 
-def scale_of(state: ServerState, body: Scoring) -> ScoreScale:
+def scale_of(state: ServerState, body: wire.Scoring) -> ScoreScale:
     """The scale of the scores that a request gets."""
     scale = state.engine.facts.scales.of(
-        use_activation=_wants_activation(body),
-        normalize=_wants_normalized(body, normalizes_by_default(state)),
+        use_activation=_wants_activation(body), normalize=_wants_normalized(state, body)
     )
     return ScoreScale(scale.transform, scale.least, scale.most)
 
@@ -464,43 +424,33 @@ def _num_lines(explanations: Iterable[Explanation | None]) -> int:
     )
 
 
-def check_all_ranked(body: Scoring) -> None:
+def check_all_ranked(body: wire.Scoring) -> None:
     """Refuses options that a shape has no place for: partial results, explanations and streams."""
-    for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
-        if value in ("partial", "report"):
+    for option in ("on_timeout", "on_error"):
+        if (value := getattr(body, option)) in ("partial", "report"):
             raise InvalidRequestError(
                 f"{option} {value!r} is only for /rerank in Jina's or Cohere's shape; leave it out", option
             )
-    for option, wanted in (("explain", body.explain), ("stream", body.stream)):
-        if wanted:
-            raise InvalidRequestError(
-                f"{option} is only for /score, and for /rerank in Jina's or Cohere's shape; leave it out",
-                option,
-            )
+    for option in ("explain", "stream"):
+        if getattr(body, option):
+            said = f"{option} is only for /score, and for /rerank in Jina's or Cohere's shape; leave it out"
+            raise InvalidRequestError(said, option)
 
 
 def _on_wire(explanation: Explanation) -> WireExplanation:
-    return WireExplanation(
-        explanation.tokens,
-        explanation.truncated,
-        explanation.cached,
-        explanation.matches,
-        explanation.windows,
-        explanation.passage,
-        [each.tolist() for each in explanation.maps],
-        explanation.read_span,
-        [] if explanation.similarities is None else explanation.similarities.tolist(),
-        explanation.document_tokens,
-    )
+    given = {name: getattr(explanation, name) for name in WireExplanation.__struct_fields__}
+    given["maps"] = [each.tolist() for each in explanation.maps]
+    given["similarities"] = [] if explanation.similarities is None else explanation.similarities.tolist()
+    return WireExplanation(**given)
 
 
-def _least_score(body: Scoring) -> float:
+def _least_score(body: wire.Scoring) -> float:
     """Documents with a lower score are left out."""
     return -math.inf if body.score_threshold is None else body.score_threshold
 
 
 def _scored(index: int, score: float, explanation: Explanation | None) -> Score:
-    return Score(index, score, explanation=msgspec.UNSET if explanation is None else _on_wire(explanation))
+    return Score(index, score, explanation=UNSET if explanation is None else _on_wire(explanation))
 
 
 def ranked(document: RankedDocument, with_text: bool, model: str | None = None) -> Ranked:
@@ -511,7 +461,7 @@ def ranked(document: RankedDocument, with_text: bool, model: str | None = None) 
 
 
 def _score_response(
-    body: ScoreRequest, model: str, scale: ScoreScale, result: ScoreResult, warnings: Warnings
+    body: ScoreRequest, model: str, scale: ScoreScale, result: ScoreResult, warnings: wire.Warnings
 ) -> ScoreResponse:
     least = _least_score(body)
     data = [
@@ -528,7 +478,7 @@ def _rerank_response(
     model: str,
     scale: ScoreScale,
     result: RerankResult,
-    warnings: Warnings,
+    warnings: wire.Warnings,
     with_text: bool,
 ) -> RerankResponse:
     return RerankResponse(
@@ -543,7 +493,7 @@ def _rerank_response(
     )
 
 
-def _cohere_meta(usage: engine_requests.Usage, warnings: Warnings) -> dict[str, Any]:
+def _cohere_meta(usage: engine_requests.Usage, warnings: wire.Warnings) -> dict[str, Any]:
     """The fields beside the results that Cohere's clients read."""
     return {
         "api_version": {"version": "2"},
@@ -553,7 +503,7 @@ def _cohere_meta(usage: engine_requests.Usage, warnings: Warnings) -> dict[str, 
     }
 
 
-def _completeness(body: Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
+def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
     """The documents without a score, for requests that want them reported."""
     reported: dict[str, Any] = {}
     if body.on_timeout == "partial":
@@ -566,14 +516,20 @@ def _completeness(body: Scoring, result: ScoreResult | RerankResult) -> dict[str
 async def score(state: ServerState, body: ScoreRequest, texts: ToScore, tenant: str) -> Answer:
     model, scale = state.model_name, scale_of(state, body)
     queries, documents = body.field_names
-    with with_request_field_names(queries=queries, documents=documents):
-        if body.stream:
-            return await _stream_scores(state, body, texts, tenant)
+    named = reading.with_request_field_names(queries=queries, documents=documents)
+    if body.stream:
+        return await _streamed(
+            *(state, body, texts, tenant, named),
+            lambda one: _scored(one.index, one.score, one.explanation),
+            lambda result, warnings: _score_response(body, model, scale, result, warnings),
+        )
+    with named:
         result = await state.engine.score(*texts, **score_options(state, body, tenant))
     items = len(result.scores) + _num_lines(result.explanations.values())
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
-    answer = await wire_answer(lambda: _score_response(body, model, scale, result, warnings), items)
-    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
+    answer = await answer_of(
+        state, body, result, lambda warnings: _score_response(body, model, scale, result, warnings), items
+    )
+    return with_scale(answer, scale)
 
 
 async def rerank(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
@@ -583,27 +539,43 @@ async def rerank(state: ServerState, body: RerankRequest, texts: ToRank, tenant:
         return await rerank_as_tei(state, body, texts, tenant)
     if body.top_k is not None or body.truncation is not None:
         return await _rerank_as_voyage(state, body, texts, tenant)
-    if body.stream:
-        with with_request_field_names(queries="query", documents="documents"):
-            return await _stream_ranking(state, body, texts, tenant)
     model, scale = state.model_name, scale_of(state, body)
-    result = await run_rerank(state, body, texts, tenant, top_n=body.top_n)
     with_text = body.return_documents is not False
+    if body.stream:
+
+        def last(result: ScoreResult, warnings: wire.Warnings) -> RerankResponse:
+            best = engine_requests.rank(
+                result.scores, texts[1], body.top_n, body.score_threshold, by=result.ranking_scores
+            )
+            reranked = RerankResult(best, result.usage, result.truncated, result.unscored, result.errors)
+            return _rerank_response(body, model, scale, reranked, warnings, with_text=False)
+
+        return await _streamed(
+            *(state, body, ([texts[0]], texts[1]), tenant),
+            reading.with_request_field_names(queries="query", documents="documents"),
+            lambda one: ranked(one, with_text),
+            last,
+        )
+    result = await run_rerank(state, body, texts, tenant, top_n=body.top_n)
     items = len(result.results) + len(result.unscored)
     items += _num_lines(document.explanation for document in result.results)
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
-    answer = await wire_answer(
-        lambda: _rerank_response(body, model, scale, result, warnings, with_text),
+    answer = await answer_of(
+        state,
+        body,
+        result,
+        lambda warnings: _rerank_response(body, model, scale, result, warnings, with_text),
         items,
         characters_of(result) if with_text else 0,
     )
-    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
+    return with_scale(answer, scale)
 
 
 async def rerank_as_tei(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
     """text-embeddings-inference's shape: `texts` in, a bare list out."""
     check_all_ranked(body)
-    truncation = tei_truncation(body.truncate, body.truncation_direction, state.config.long_documents)
+    truncation = reading.truncation_by_switch(
+        body.truncate, body.truncation_direction, state.config.long_documents, may_window=True
+    )
     headers, scale = TeiHeaders(state, [texts[0], *texts[1]]), scale_of(state, body)
     result = await run_rerank(
         state, body, texts, tenant, top_n=body.top_n, documents="texts", truncation=truncation
@@ -622,7 +594,7 @@ async def _rerank_as_voyage(state: ServerState, body: RerankRequest, texts: ToRa
     """Voyage's shape: `data` in place of `results`, and documents as strings, only if they are asked for."""
     top_n, with_text = body.top_n if body.top_k is None else body.top_k, bool(body.return_documents)
 
-    def build(result: RerankResult, model: str, warnings: Warnings) -> VoyageResponse:
+    def build(result: RerankResult, model: str, warnings: wire.Warnings) -> VoyageResponse:
         data = [VoyageRanked(one.index, one.score, one.text if with_text else None) for one in result.results]
         return VoyageResponse(data=data, model=model, usage=usage_of(result.usage), warnings=warnings)
 
@@ -631,120 +603,65 @@ async def _rerank_as_voyage(state: ServerState, body: RerankRequest, texts: ToRa
 
 async def rerank_whole(
     state: ServerState,
-    body: Scoring,
+    body: wire.Scoring,
     texts: ToRank,
     tenant: str,
-    build: Callable[[RerankResult, str, Warnings], Any],
+    build: Callable[[RerankResult, str, wire.Warnings], Any],
     *,
     top_n: int | None,
     with_text: bool,
     documents: str = "documents",
     truncation: Truncation | None = None,
 ) -> Answer:
-    """Answers in a shape that holds only ranked documents. `build` makes its wire type from the
-    result, the model's name and the warnings."""
+    """Answers in a shape that only has ranked documents. `build` gets result, model and warnings."""
     check_all_ranked(body)
     model, scale = state.model_name, scale_of(state, body)
     result = await run_rerank(
         state, body, texts, tenant, top_n=top_n, documents=documents, truncation=truncation
     )
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
     characters = characters_of(result) if with_text else 0
-    answer = await wire_answer(lambda: build(result, model, warnings), len(result.results), characters)
-    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
-
-
-async def _stream_scores(state: ServerState, body: ScoreRequest, texts: ToScore, tenant: str) -> Answer:
-    model, scale = state.model_name, scale_of(state, body)
-    return await _streamed(
-        state.engine.stream(*texts, **score_options(state, body, tenant)),
-        _least_score(body),
-        lambda document: _scored(document.index, document.score, document.explanation),
-        lambda result: _score_response(
-            body, model, scale, result, warnings_of(result.truncated, state.field_warnings, body)
-        ),
-        scale,
+    items = len(result.results)
+    answer = answer_of(
+        state, body, result, lambda warnings: build(result, model, warnings), items, characters
     )
-
-
-async def _stream_ranking(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
-    model, scale = state.model_name, scale_of(state, body)
-    query, documents = texts
-    with_text = body.return_documents is not False
-
-    def last(result: ScoreResult) -> RerankResponse:
-        best = engine_requests.rank(
-            result.scores, documents, body.top_n, body.score_threshold, by=result.ranking_scores
-        )
-        reranked = RerankResult(best, result.usage, result.truncated, result.unscored, result.errors)
-        warnings = warnings_of(result.truncated, state.field_warnings, body)
-        return _rerank_response(body, model, scale, reranked, warnings, with_text=False)
-
-    return await _streamed(
-        state.engine.stream([query], documents, **score_options(state, body, tenant)),
-        _least_score(body),
-        lambda document: ranked(document, with_text),
-        last,
-        scale,
-    )
+    return with_scale(await answer, scale)
 
 
 async def _streamed(
-    stream: "DocumentStream",
-    least: float,
+    state: ServerState,
+    body: wire.Scoring,
+    texts: ToScore,
+    tenant: str,
+    named: AbstractContextManager[None],
     line: Callable[[RankedDocument], Any],
-    last: Callable[[ScoreResult], Any],
-    scale: ScoreScale,
+    last: Callable[[ScoreResult, wire.Warnings], Any],
 ) -> Answer:
     """An answer with a line for each result as soon as it is there. The last line is the answer without
     `stream`, but for texts and explanations. Returns with the first line, so that errors of the request are
-    raised before."""
-    parts = _parts(stream, least, line, last)
-    answer = Answer(200, {"Content-Type": LINES}, lines=_Lines(await anext(parts), parts))
-    return with_scale(answer, scale)
-
-
-async def _parts(
-    stream: "DocumentStream",
-    least: float,
-    line: Callable[[RankedDocument], Any],
-    last: Callable[[ScoreResult], Any],
-) -> AsyncGenerator[bytes]:
-    """One or more lines at a time."""
+    raised before. Errors call the fields as they are `named`."""
+    scale, least = scale_of(state, body), _least_score(body)
 
     def encoded(documents: Sequence[RankedDocument]) -> bytes:
         return b"".join(msgspec.json.encode(line(document)) + b"\n" for document in documents)
 
-    async with stream:
-        async for new in stream:
-            documents = [document for document in new if document.score >= least]
-            if documents:
-                size = len(documents) + _num_lines(document.explanation for document in documents)
-                yield await run_in_thread_if_large(size, encoded, documents)
-        result = stream.result
-        size = len(result.scores)
-        yield await run_in_thread_if_large(size, lambda: msgspec.json.encode(last(result)) + b"\n")
+    def encoded_last(result: ScoreResult) -> bytes:
+        warnings = reading.warnings_of(result.truncated, state.field_warnings, body)
+        return msgspec.json.encode(last(result, warnings)) + b"\n"
 
+    async def lines() -> AsyncGenerator[bytes]:
+        """One or more at a time."""
+        with named:
+            async with state.engine.stream(*texts, **score_options(state, body, tenant)) as stream:
+                async for new in stream:
+                    documents = [document for document in new if document.score >= least]
+                    if documents:
+                        size = len(documents) + _num_lines(document.explanation for document in documents)
+                        yield await run_in_thread_if_large(size, encoded, documents)
+                yield await run_in_thread_if_large(len(stream.result.scores), encoded_last, stream.result)
 
-class _Lines:
-    """The first part and the rest."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
-        self._first: bytes | None = first
-        self._rest = rest
-
-    def __aiter__(self) -> "_Lines":
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._first is None:
-            return await anext(self._rest)
-        first, self._first = self._first, None
-        return first
-
-    async def aclose(self) -> None:
-        """Cancels the rest. A generator that has not begun would not do so."""
-        await self._rest.aclose()
+    parts = lines()
+    first = await anext(parts)
+    return with_scale(Answer(200, {"Content-Type": LINES}, first, parts), scale)
 
 
 async def _rerank_in_stages(
@@ -753,38 +670,28 @@ async def _rerank_in_stages(
     """Ranks all documents with a model, the best of those with the next, within one deadline. The answer has
     the documents of the last stage, each with the model that scored it, and each stage's time."""
     models = _check_cascade(state, body, stages)
-    names = [find_model(models, stage.model) for stage in stages]
+    names = [models.find(stage.model) for stage in stages]
     plan = [
-        (name, stage.keep, stage.instruction or _instruction_of(body))
+        Stage(name, stage.keep, stage.instruction or _instruction_of(body))
         for name, stage in zip(names, stages, strict=True)
     ]
     # Refuse a model that is not served now before any stage runs.
     last = [state.serving(name, Wanted.RANKING) for name in names][-1]
     scale = scale_of(last, body)
     options: dict[str, Any] = {**score_options(last, body, tenant)}
-    with ExitStack() as reported, with_request_field_names(queries="query", documents="documents"):
+    with ExitStack() as reported, reading.with_request_field_names(queries="query", documents="documents"):
         for name in names:
             reported.enter_context(naming_lost_model(models, name))
-        result = await models.cascade(
+        result = await models.engines.rerank(
             *texts, plan, deadline=body.timeout, **{name: options[name] for name in _FOR_ALL_STAGES}
         )
     best = [one for one in result.results if one.score >= _least_score(body)][: body.top_n or None]
     rankings = [stage.ranking for stage in result.stages]
     done = [StageDone(stage.model, stage.documents, round(stage.milliseconds, 3)) for stage in result.stages]
     with_text = body.return_documents is not False
-    warnings = warnings_of(sum(ranking.truncated for ranking in rankings), state.field_warnings, body)
-    usage = engine_requests.Usage(
-        prompt_tokens=sum(ranking.usage.prompt_tokens for ranking in rankings),
-        cached_tokens=sum(ranking.usage.cached_tokens for ranking in rankings),
-        cached_documents=sum(ranking.usage.cached_documents for ranking in rankings),
-        query_tokens=sum(ranking.usage.query_tokens for ranking in rankings),
-    )
-    timings = Timings(
-        queue=sum(ranking.timings.queue for ranking in rankings),
-        tokenise=sum(ranking.timings.tokenise for ranking in rankings),
-        model=sum(ranking.timings.model for ranking in rankings),
-        score=sum(ranking.timings.score for ranking in rankings),
-    )
+    warnings = reading.warnings_of(sum(ranking.truncated for ranking in rankings), state.field_warnings, body)
+    usage = _sum_of(engine_requests.Usage, [ranking.usage for ranking in rankings])
+    timings = _sum_of(Timings, [ranking.timings for ranking in rankings])
 
     def build() -> RerankResponse:
         results = [
@@ -798,6 +705,11 @@ async def _rerank_in_stages(
     characters = sum(len(one.document) for one in best if isinstance(one.document, str)) if with_text else 0
     answer = await wire_answer(build, len(best), characters)
     return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
+
+
+def _sum_of(kind: type[T], parts: Sequence[T]) -> T:
+    """The sums of all fields of dataclasses."""
+    return kind(**{each.name: sum(getattr(one, each.name) for one in parts) for each in fields(kind)})  # type: ignore[arg-type]
 
 
 def _check_cascade(state: ServerState, body: RerankRequest, stages: Sequence[CascadeStage]) -> SeveralModels:
@@ -836,34 +748,31 @@ def wanted_ranking(state: ServerState, body: RerankRequest) -> Wanted:
 # The answers to requests with documents, with texts, in Voyage's words, and line by line.
 RANKINGS = (RerankResponse, list[TeiRanked], VoyageResponse, LINES)
 
+RANK = Form(RerankRequest, texts_to_rank, rerank)
+SCORE = Form(ScoreRequest, texts_to_score, score)
+
 ROUTES = (
-    *(
-        post_texts(
-            path,
-            ScoreRequest,
-            texts_to_score,
-            score,
-            ScoreResponse,
-            LINES,
-            wanted=Wanted.RANKING,
-            shown=Shown(
-                Group.RANK, "Score documents, in their order", {"queries": QUERY, "documents": DOCUMENTS}
-            ),
-        )
-        for path in ("/score", "/v1/score")
+    *post_texts(
+        ("/score", "/v1/score"),
+        SCORE,
+        Wanted.RANKING,
+        Shown(
+            Group.RANK,
+            "Score documents, in their order",
+            {"queries": wire.QUERY, "documents": wire.DOCUMENTS},
+        ),
+        ScoreResponse,
+        LINES,
     ),
-    *(
-        post_texts(
-            path,
-            RerankRequest,
-            texts_to_rank,
-            rerank,
-            *RANKINGS,
-            wanted=wanted_ranking,
-            shown=Shown(
-                Group.RANK, "Rank documents, best first", {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
-            ),
-        )
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    *post_texts(
+        ("/rerank", "/v1/rerank", "/v2/rerank"),
+        RANK,
+        wanted_ranking,
+        Shown(
+            Group.RANK,
+            "Rank documents, best first",
+            {"query": wire.QUERY, "documents": wire.DOCUMENTS, "top_n": 2},
+        ),
+        *RANKINGS,
     ),
 )

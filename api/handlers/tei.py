@@ -2,51 +2,23 @@
 without a frame; and SageMaker's /invocations, where the fields of a request tell what it wants."""
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, wire_answer
+from maxsimd.api.handlers import embeddings
 from maxsimd.api.handlers.classification import (
+    CLASSIFY,
+    PREDICT,
     PREDICTIONS,
-    ClassifyRequest,
     ClassifyResponse,
     LabelsResponse,
-    PredictRequest,
-    classified_inputs,
-    classify,
-    predict,
-    sequences_of,
 )
-from maxsimd.api.handlers.embeddings import (
-    NORMALIZES_ANYWAY,
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    PoolingRequest,
-    PoolingResponse,
-    check_embeddings,
-    embeddings,
-    encode_entries,
-    encode_rows,
-    in_unit_length,
-    input_type_of,
-    most_vectors,
-    pooling,
-    read_inputs_or_chat,
-    wanted_by_task,
-)
-from maxsimd.api.handlers.rerank import (
-    PAIRED_FIELDS,
-    RANKINGS,
-    RerankRequest,
-    ScoreRequest,
-    ScoreResponse,
-    rerank,
-    score,
-    texts_to_rank,
-    texts_to_score,
-)
+from maxsimd.api.handlers.rerank import PAIRED_FIELDS, RANK, RANKINGS, SCORE, ScoreResponse
 from maxsimd.api.handlers.route import (
     Fields,
     Form,
@@ -60,31 +32,9 @@ from maxsimd.api.handlers.route import (
 )
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import (
-    Inputs,
-    as_inputs,
-    check_count,
-    check_token_ids,
-    tei_truncation,
-    with_request_field_names,
-)
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import (
-    DOCUMENTS,
-    QUERY,
-    InputType,
-    ModelField,
-    NotNegative,
-    Options,
-    Positive,
-    PromptName,
-    RequestBody,
-    Texts,
-    Truncate,
-    TruncationDirection,
-    about,
-)
-from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError, Truncation
+from maxsimd.api.wire import about
+from maxsimd.engine import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 
@@ -93,29 +43,31 @@ _BYTES_A_WORD = 120
 _NUMBERED = re.compile(r"\binputs\[(\d+)\]")
 
 
-class TeiTruncating(RequestBody, kw_only=True):
+class TeiTruncating(wire.RequestBody, kw_only=True):
     """Options for long texts, and for the prompt before a text."""
 
-    truncate: Truncate = None
-    truncation_direction: TruncationDirection = None
-    prompt_name: PromptName = None
+    truncate: wire.Truncate = None
+    truncation_direction: wire.TruncationDirection = None
+    prompt_name: wire.PromptName = None
 
 
 class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
     """Texts, or token ids."""
 
-    model: ModelField = None
-    inputs: Texts
-    options: Options = None
+    model: wire.ModelField = None
+    inputs: wire.Texts
+    options: wire.Options = None
 
 
 class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
     normalize: Annotated[bool | None, about("Scale vectors to length 1. Default: true.", True)] = None
-    dimensions: Annotated[Positive | None, about("Length of the vectors. Default: the model's.", 128)] = None
+    dimensions: Annotated[
+        wire.Positive | None, about("Length of the vectors. Default: the model's.", 128)
+    ] = None
 
 
 class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
-    input_type: InputType = None
+    input_type: wire.InputType = None
 
 
 class SparseValue(msgspec.Struct):
@@ -126,18 +78,18 @@ class SparseValue(msgspec.Struct):
 
 
 class Sentences(msgspec.Struct, kw_only=True):
-    source_sentence: Annotated[str, about("Text to compare with the others.", QUERY)]
-    sentences: Annotated[list[str], about("Texts to compare it with.", DOCUMENTS)]
+    source_sentence: Annotated[str, about("Text to compare with the others.", wire.QUERY)]
+    sentences: Annotated[list[str], about("Texts to compare it with.", wire.DOCUMENTS)]
 
 
 _Parameters = Annotated[TeiTruncating | None, about("How sentences are read.")]
 
 
 class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
-    model: ModelField = None
+    model: wire.ModelField = None
     inputs: Annotated[Sentences, about("A text, and those to compare it with.")]
     parameters: _Parameters = None
-    options: Options = None
+    options: wire.Options = None
 
 
 class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
@@ -152,76 +104,78 @@ class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
 
 
 class TeiDecodeRequest(msgspec.Struct, kw_only=True):
-    model: ModelField = None
+    model: wire.ModelField = None
     ids: Annotated[
-        list[NotNegative | list[NotNegative]], about("Token ids, or lists of them.", [[2054, 2003]])
+        list[wire.NotNegative | list[wire.NotNegative]], about("Token ids, or lists of them.", [[2054, 2003]])
     ]
     skip_special_tokens: Annotated[bool | None, about("Leave special tokens out. Default: true.", True)] = (
         None
     )
 
 
-def _truncation_of(state: ServerState, body: TeiTruncating) -> Truncation:
-    return tei_truncation(
-        body.truncate, body.truncation_direction, state.config.long_documents, may_window=False
-    )
-
-
-async def embed(state: ServerState, body: TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
-    """A vector for each text, of length 1 unless `normalize` is false and the model does not normalize."""
-    normalises = "embed" in state.engine.facts.normalized
+async def _run(
+    state: ServerState,
+    options: TeiTruncating,
+    inputs: reading.Inputs,
+    tenant: str,
+    method: Callable[..., Awaitable[Any]],
+    **more: Any,
+) -> tuple[TeiHeaders, Any]:
+    """The headers for the inputs, and the result of the engine's method."""
+    reading.check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     headers = TeiHeaders(state, inputs)
-    check_embeddings(state, len(inputs), body.dimensions)
-    result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
-    stay_as_they_are = normalises or "embed" not in state.engine.facts.dims or body.normalize is False
+    truncation = reading.truncation_by_switch(
+        options.truncate, options.truncation_direction, state.config.long_documents
+    )
+    with reading.with_request_field_names(input="inputs"):
+        result = await method(
+            inputs, prompt_name=options.prompt_name, truncation=truncation, tenant=tenant, **more
+        )
+    return headers, result
+
+
+async def embed(state: ServerState, body: TeiEmbedRequest, inputs: reading.Inputs, tenant: str) -> Answer:
+    """A vector for each text, of length 1 unless `normalize` is false and the model does not normalize."""
+    facts = state.engine.facts
+    embeddings.check_embeddings(state, len(inputs), body.dimensions)
+    headers, result = await _run(state, body, inputs, tenant, state.engine.embed, dimensions=body.dimensions)
+    stay_as_they_are = "embed" in facts.normalized or "embed" not in facts.dims or body.normalize is False
 
     def build() -> Any:
-        rows = result.embeddings if stay_as_they_are else in_unit_length(result.embeddings)
-        return [encode_rows(row) for row in rows]
+        rows = result.embeddings if stay_as_they_are else embeddings.in_unit_length(result.embeddings)
+        return [embeddings.encode_rows(row) for row in rows]
 
     answer = await wire_answer(build, result.embeddings.size)
     # Haystack's client always sends it, so this is no error.
-    is_vain = normalises and body.normalize is False
-    return headers.added_to(answer, result, *([NORMALIZES_ANYWAY.format("normalize")] if is_vain else []))
+    is_vain = "embed" in facts.normalized and body.normalize is False
+    return headers.added_to(
+        answer, result, *([embeddings.NORMALIZES_ANYWAY.format("normalize")] if is_vain else [])
+    )
 
 
-async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: Inputs, tenant: str) -> Answer:
+async def embed_all(
+    state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs, tenant: str
+) -> Answer:
     """A vector for each token."""
-    check_token_ids(inputs, state.config.accept_token_ids, "inputs")
-    headers = TeiHeaders(state, inputs)
-    with with_request_field_names(input="inputs"):
-        result = await state.engine.embed_tokens(
-            inputs,
-            prompt_name=body.prompt_name,
-            truncation=_truncation_of(state, body),
-            tenant=tenant,
-            max_tokens=most_vectors(state, None),
-            return_tokens=False,
-        )
+    more = {"max_tokens": embeddings.most_vectors(state, None), "return_tokens": False}
+    headers, result = await _run(state, body, inputs, tenant, state.engine.embed_tokens, **more)
     answer = await wire_answer(
-        lambda: [encode_rows(matrix) for matrix in result.embeddings],
+        lambda: [embeddings.encode_rows(matrix) for matrix in result.embeddings],
         sum(matrix.size for matrix in result.embeddings),
     )
     return headers.added_to(answer, result)
 
 
 async def embed_sparse(
-    state: ServerState, body: TeiEmbedSparseRequest, inputs: Inputs, tenant: str
+    state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs, tenant: str
 ) -> Answer:
     """Weights of words, by the ids of their tokens."""
     if "sparse_embed" not in state.engine.facts.dims:
         raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
-    check_token_ids(inputs, state.config.accept_token_ids, "inputs")
-    headers = TeiHeaders(state, inputs)
-    with with_request_field_names(input="inputs"):
-        result = await state.engine.embed_sparse(
-            inputs,
-            input_type=input_type_of(body.input_type),
-            prompt_name=body.prompt_name,
-            truncation=_truncation_of(state, body),
-            tenant=tenant,
-        )
-
+    input_type = embeddings.input_type_of(getattr(body, "input_type", None))
+    headers, result = await _run(
+        state, body, inputs, tenant, state.engine.embed_sparse, input_type=input_type
+    )
     num_words = sum(len(vector.indices) for vector in result.embeddings)
     most = (state.config.max_bodies_mb << 20) // _BYTES_A_WORD
     if num_words > most:
@@ -229,28 +183,28 @@ async def embed_sparse(
             f"the vectors have {num_words} words together, and an answer has room for {most}; send fewer "
             "texts at a time"
         )
-
-    def build() -> Any:
-        return [
-            encode_entries([*map(SparseValue, vector.indices.tolist(), vector.values.tolist())])
+    answer = await wire_answer(
+        lambda: [
+            embeddings.encode_entries([*map(SparseValue, vector.indices.tolist(), vector.values.tolist())])
             for vector in result.embeddings
-        ]
-
-    answer = await wire_answer(build, num_words)
+        ],
+        num_words,
+    )
     return headers.added_to(answer, result)
 
 
-async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: Inputs, tenant: str) -> Answer:
+async def similarity(
+    state: ServerState, body: TeiSimilarityRequest, texts: reading.Inputs, tenant: str
+) -> Answer:
     """Cosines between one text and each of many."""
     options = body.parameters or TeiTruncating()
-    headers = TeiHeaders(state, texts)
     try:
-        result = await _embedded(state, options, texts, tenant)
+        headers, result = await _run(state, options, texts, tenant, state.engine.embed)
     except InvalidRequestError as error:
         raise InvalidRequestError(_NUMBERED.sub(_sentence_name, str(error)), error.param) from error
 
     def build() -> Any:
-        rows = in_unit_length(result.embeddings.astype(np.float64))
+        rows = embeddings.in_unit_length(result.embeddings.astype(np.float64))
         return (rows[1:] @ rows[0]).tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
@@ -275,39 +229,25 @@ async def decode(state: ServerState, body: TeiDecodeRequest) -> Answer:
     return await wire_answer(lambda: texts, len(texts), sum(map(len, texts)))
 
 
-async def _embedded(
-    state: ServerState, options: TeiTruncating, inputs: Inputs, tenant: str, **more: Any
-) -> EmbedResult:
-    check_token_ids(inputs, state.config.accept_token_ids, "inputs")
-    with with_request_field_names(input="inputs"):
-        return await state.engine.embed(
-            inputs,
-            prompt_name=options.prompt_name,
-            truncation=_truncation_of(state, options),
-            tenant=tenant,
-            **more,
-        )
-
-
 def _id_lists(ids: list[int | list[int]], most: int) -> list[list[int]]:
     lists = [each for each in ids if isinstance(each, list)]
     if not lists:
         lists = [[each for each in ids if isinstance(each, int)]]
     elif len(lists) < len(ids):
         raise InvalidRequestError("ids must be token ids or lists of those, not both", "ids")
-    check_count(lists, "ids", most)
+    reading.check_count(lists, "ids", most)
     check_number_decoded(sum(map(len, lists)), "ids")
     return lists
 
 
-def _inputs_of(request: TeiEmbedRequest | TeiEmbedAllRequest, most: int) -> Inputs:
-    return as_inputs(request.inputs, most, "inputs")
+def _inputs_of(request: TeiEmbedRequest | TeiEmbedAllRequest, most: int) -> reading.Inputs:
+    return reading.as_inputs(request.inputs, most, "inputs")
 
 
-def _sentences_of(request: TeiSimilarityRequest, most: int) -> Inputs:
+def _sentences_of(request: TeiSimilarityRequest, most: int) -> reading.Inputs:
     """The text to compare, and then those to compare it with."""
     sentences = request.inputs.sentences
-    check_count(sentences, "inputs.sentences", most)
+    reading.check_count(sentences, "inputs.sentences", most)
     if not sentences:
         raise InvalidRequestError("inputs.sentences is empty; give at least one text", "inputs")
     return [request.inputs.source_sentence, *sentences]
@@ -315,7 +255,7 @@ def _sentences_of(request: TeiSimilarityRequest, most: int) -> Inputs:
 
 def inputs_or_sentences_of(
     request: TeiVectorsRequest, most: int
-) -> tuple[Inputs, TeiSimilarityRequest | None]:
+) -> tuple[reading.Inputs, TeiSimilarityRequest | None]:
     """The texts, and the request for similarities if it is one."""
     if not isinstance(request.inputs, dict):
         return _inputs_of(request, most), None
@@ -327,7 +267,7 @@ def inputs_or_sentences_of(
 async def embed_or_compare(
     state: ServerState,
     body: TeiVectorsRequest,
-    found: tuple[Inputs, TeiSimilarityRequest | None],
+    found: tuple[reading.Inputs, TeiSimilarityRequest | None],
     tenant: str,
 ) -> Answer:
     inputs, compared = found
@@ -339,26 +279,14 @@ async def embed_or_compare(
                 raise InvalidRequestError(
                     f"{name} is for dense vectors, and this model gives sparse ones", name
                 )
-        return await embed_sparse(state, _sparse_request(body), inputs, tenant)
+        return await embed_sparse(state, body, inputs, tenant)
     return await embed(state, body, inputs, tenant)
 
 
-def _sparse_request(request: TeiEmbedRequest) -> TeiEmbedSparseRequest:
-    """The same request for weights of words."""
-    return TeiEmbedSparseRequest(
-        inputs=request.inputs,
-        truncate=request.truncate,
-        truncation_direction=request.truncation_direction,
-        prompt_name=request.prompt_name,
-    )
-
-
-RANK = Form(RerankRequest, texts_to_rank, rerank)
-PREDICT = Form(PredictRequest, sequences_of, predict)
 VECTORS = Form(TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
 
 
-def _form_for_model(model: ModelFacts) -> Form:
+def _form_for_model(model: ModelFacts) -> Form[Any, Any]:
     """The meaning of a request to `/` for this model."""
     if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
         return RANK
@@ -384,45 +312,37 @@ _VECTORS_OF_TEXTS = list[list[float]]
 _WEIGHTS = list[list[SparseValue]]
 _BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *RANKINGS, *PREDICTIONS)
 
-_INPUTS = {"inputs": DOCUMENTS}
-_SENTENCES = {"inputs": {"source_sentence": QUERY, "sentences": DOCUMENTS}}
+_INPUTS = {"inputs": wire.DOCUMENTS}
+_SENTENCES = {"inputs": {"source_sentence": wire.QUERY, "sentences": wire.DOCUMENTS}}
 
 ROUTES = (
-    post_texts(
-        "/embed",
-        TeiEmbedRequest,
-        _inputs_of,
-        embed,
+    *post_texts(
+        ("/embed",),
+        Form(TeiEmbedRequest, _inputs_of, embed),
+        Wanted.VECTORS,
+        Shown(Group.TEI, "Embed texts, one vector each", _INPUTS),
         _VECTORS_OF_TEXTS,
-        wanted=Wanted.VECTORS,
-        shown=Shown(Group.TEI, "Embed texts, one vector each", _INPUTS),
     ),
-    post_texts(
-        "/embed_all",
-        TeiEmbedAllRequest,
-        _inputs_of,
-        embed_all,
+    *post_texts(
+        ("/embed_all",),
+        Form(TeiEmbedAllRequest, _inputs_of, embed_all),
+        Wanted.TOKEN_VECTORS,
+        Shown(Group.TEI, "Embed texts, one vector per token", _INPUTS),
         list[list[list[float]]],
-        wanted=Wanted.TOKEN_VECTORS,
-        shown=Shown(Group.TEI, "Embed texts, one vector per token", _INPUTS),
     ),
-    post_texts(
-        "/embed_sparse",
-        TeiEmbedSparseRequest,
-        _inputs_of,
-        embed_sparse,
+    *post_texts(
+        ("/embed_sparse",),
+        Form(TeiEmbedSparseRequest, _inputs_of, embed_sparse),
+        Wanted.SPARSE_VECTORS,
+        Shown(Group.TEI, "Weigh the words of texts", _INPUTS),
         _WEIGHTS,
-        wanted=Wanted.SPARSE_VECTORS,
-        shown=Shown(Group.TEI, "Weigh the words of texts", _INPUTS),
     ),
-    post_texts(
-        "/similarity",
-        TeiSimilarityRequest,
-        _sentences_of,
-        similarity,
+    *post_texts(
+        ("/similarity",),
+        Form(TeiSimilarityRequest, _sentences_of, similarity),
+        Wanted.VECTORS,
+        Shown(Group.TEI, "Compare a text with others, by cosine", _SENTENCES),
         list[float],
-        wanted=Wanted.VECTORS,
-        shown=Shown(Group.TEI, "Compare a text with others, by cosine", _SENTENCES),
     ),
     post(
         "/decode",
@@ -431,42 +351,34 @@ ROUTES = (
         list[str],
         shown=Shown(Group.TEI, "Join tokens to texts", {"ids": [[2054, 2003]]}),
     ),
-    post_texts(
-        "/",
-        Fields,
-        lambda fields, most: None,
-        _answer_by_model,
+    *post_texts(
+        ("/",),
+        Form(Fields, lambda fields, most: None, _answer_by_model),
+        _wanted,
+        Shown(Group.TEI, "Embed, rank or classify, as the model does", _INPUTS),
         *_BY_KIND,
-        wanted=_wanted,
-        kinds=(TeiVectorsRequest, RerankRequest, PredictRequest),
-        shown=Shown(Group.TEI, "Embed, rank or classify, as the model does", _INPUTS),
+        kinds=(VECTORS.kind, RANK.kind, PREDICT.kind),
     ),
 )
-
-
-_SCORE = Form(ScoreRequest, texts_to_score, score)
-_POOL = Form(PoolingRequest, read_inputs_or_chat, pooling)
-_CLASSIFY = Form(ClassifyRequest, classified_inputs, classify)
-_EMBED = Form(EmbeddingsRequest, read_inputs_or_chat, embeddings)
 
 
 async def invocations(state: ServerState, body: Fields, nothing: None, tenant: str) -> Answer:
     return await answered_as(_form_by_fields(state, body), state, body, tenant, "/invocations")
 
 
-def _form_by_fields(state: ServerState, fields: Fields) -> Form:
+def _form_by_fields(state: ServerState, fields: Fields) -> Form[Any, Any]:
     """Decides as vLLM and text-embeddings-inference do."""
     if "query" in fields:
         return RANK
     if PAIRED_FIELDS & fields.keys():
-        return _SCORE
+        return SCORE
     classifies = state.engine.facts.score_task == "classify"
     if "inputs" in fields:
         return PREDICT if classifies else VECTORS
     if "input" in fields or "messages" in fields:
         if "task" in fields:
-            return _POOL
-        return _CLASSIFY if classifies and "input" in fields else _EMBED
+            return embeddings.POOL
+        return CLASSIFY if classifies and "input" in fields else embeddings.EMBED
     raise InvalidRequestError(
         "send query and documents to rank, queries and documents to score, inputs or input to embed or "
         "classify"
@@ -480,25 +392,27 @@ def wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
         return Wanted.RANKING
     if "inputs" in fields:
         return Wanted.VECTORS
-    return wanted_by_task(fields.get("task"), fields.get("encoding"))
+    return embeddings.wanted_by_task(fields.get("task"), fields.get("encoding"))
 
 
-INVOCATION_ROUTES = (
-    post_texts(
-        "/invocations",
-        Fields,
-        lambda body, most: None,
-        invocations,
-        *(ScoreResponse, EmbeddingsResponse, PoolingResponse, ClassifyResponse, LabelsResponse, *_BY_KIND),
-        wanted=wanted_by_fields,
-        kinds=(
-            *(RerankRequest, ScoreRequest, EmbeddingsRequest, PoolingRequest, ClassifyRequest),
-            *(TeiVectorsRequest, PredictRequest),
-        ),
-        shown=Shown(
-            Group.OTHERS,
-            "SageMaker: rank, score, embed or classify, by the fields",
-            {"query": QUERY, "documents": DOCUMENTS},
-        ),
+INVOCATION_ROUTES = post_texts(
+    ("/invocations",),
+    Form(Fields, lambda fields, most: None, invocations),
+    wanted_by_fields,
+    Shown(
+        Group.OTHERS,
+        "SageMaker: rank, score, embed or classify, by the fields",
+        {"query": wire.QUERY, "documents": wire.DOCUMENTS},
+    ),
+    *(
+        ScoreResponse,
+        embeddings.EmbeddingsResponse,
+        embeddings.PoolingResponse,
+        ClassifyResponse,
+        LabelsResponse,
+        *_BY_KIND,
+    ),
+    kinds=tuple(
+        form.kind for form in (RANK, SCORE, embeddings.EMBED, embeddings.POOL, CLASSIFY, VECTORS, PREDICT)
     ),
 )

@@ -9,21 +9,9 @@ from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.route import Group, Shown, post
 from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import (
-    QUERY,
-    ModelField,
-    NotNegative,
-    RequestBody,
-    about,
-)
+from maxsimd.api.wire import QUERY, ModelField, NotNegative, RequestBody, about
 from maxsimd.engine import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.processors.text.tokenization import (
-    MOST_DECODED,
-    TextTokenizer,
-    ids_of,
-    in_turn,
-    spans_of,
-)
+from maxsimd.engine.processors.text.tokenization import MOST_DECODED, TextTokenizer, ids_of, in_turn, spans_of
 
 _MOST_CHARACTERS = 2_000_000
 # A token takes up to about 80 bytes in an answer, which is copied twice as it is written.
@@ -123,7 +111,8 @@ async def _tokenize_inputs(state: ServerState, body: TokenizeRequest) -> Answer:
     _check_characters(sum(map(len, texts)), "inputs")
     tokenizer, room = state.engine.tokenizer, _Room(state.config.max_bodies_mb, "inputs")
     before, after = (
-        [_special(tokenizer, token) for token in part] for part in _special_tokens(tokenizer, body)
+        [TeiToken(token, tokenizer.token(token), special=True, start=None, stop=None) for token in part]
+        for part in _special_tokens(tokenizer, body)
     )
 
     def tokens_of(text: str) -> list[bytes]:
@@ -186,10 +175,6 @@ def _special_tokens(tokenizer: TextTokenizer, body: TokenizeRequest) -> tuple[li
     return before, after
 
 
-def _special(tokenizer: TextTokenizer, token: int) -> TeiToken:
-    return TeiToken(token, tokenizer.token(token), special=True, start=None, stop=None)
-
-
 async def detokenize(state: ServerState, body: DetokenizeRequest) -> Answer:
     tokens, tokenizer = body.tokens, state.engine.tokenizer
     check_number_decoded(len(tokens), "tokens")
@@ -206,8 +191,7 @@ def check_number_decoded(number: int, param: str) -> None:
 
 
 class _JsonList:
-    """A list that becomes JSON as it grows: a long text's tokens take many times more memory as Python's
-    objects."""
+    """A list that becomes JSON as it grows: Python's objects would take many times more memory."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

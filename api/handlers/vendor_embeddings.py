@@ -6,71 +6,36 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from maxsimd.api.answer import Answer, new_id, wire_answer
-from maxsimd.api.handlers.embeddings import (
-    Numbers,
-    check_embeddings,
-    encode_rows,
-    encode_vectors,
-    in_unit_length,
-    input_type_of,
-)
+from maxsimd.api import reading, wire
+from maxsimd.api.answer import Answer, new_id
+from maxsimd.api.handlers import embeddings
 from maxsimd.api.handlers.operating import Version, show_version
-from maxsimd.api.handlers.route import Group, Shown, get, post_texts
+from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, get, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import (
-    Inputs,
-    as_inputs,
-    as_texts_and_pictures,
-    check_count,
-    check_token_ids,
-    pictures_of,
-    truncation_words,
-    warnings_of,
-    with_request_field_names,
-)
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import (
-    DOCUMENTS,
-    AlwaysList,
-    Content,
-    Id,
-    Index,
-    InputType,
-    Model,
-    ModelField,
-    Name,
-    NotNegative,
-    OneVector,
-    Positive,
-    Texts,
-    Truncate,
-    Usage,
-    Warned,
-    about,
-)
-from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.api.wire import about
+from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.media import Content as PictureContent
 
 TextsAndPictures = list[str | PictureContent]
 
 # Cohere's types by their numbers. Its 8-bit types have no place for a scale.
-_NUMBERS: Mapping[str, Numbers] = {
+_NUMBERS: Mapping[str, embeddings.Numbers] = {
     "float": "float32",
     "base64": "float32",
     "binary": "binary",
     "ubinary": "ubinary",
 }
 
+_SIDES: Mapping[str | None, wire.Direction] = {"START": "left", "END": "right"}
+
 # A picture of one pixel, and an input of parts.
 _PIXEL = (
     "data:image/png;base64,"
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 )
-_PARTS = [{"content": [{"type": "text", "text": DOCUMENTS[1]}]}]
+_PARTS = [{"content": [{"type": "text", "text": wire.DOCUMENTS[1]}]}]
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
@@ -78,21 +43,21 @@ EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     """`texts`, or `images`, or, in the second version, `inputs` of content parts."""
 
-    model: ModelField = None
-    texts: Annotated[list[str] | None, about("Texts.", DOCUMENTS)] = None
+    model: wire.ModelField = None
+    texts: Annotated[list[str] | None, about("Texts.", wire.DOCUMENTS)] = None
     inputs: Annotated[
-        list[Content] | None, about("Objects with `content`: parts with text or a picture.", _PARTS)
+        list[wire.Content] | None, about("Objects with `content`: parts with text or a picture.", _PARTS)
     ] = None
     images: Annotated[list[str] | None, about("Pictures, as data URLs.", [_PIXEL])] = None
     input_type: Annotated[
-        Name | None, about("`search_query`, `search_document` or `image`.", "search_document")
+        wire.Name | None, about("`search_query`, `search_document` or `image`.", "search_document")
     ] = None
     embedding_types: Annotated[
         list[EmbeddingType] | None,
         about("Number formats: float, base64, binary or ubinary. Default: float.", ["float"]),
     ] = None
     output_dimension: Annotated[
-        Positive | None, about("Length of the vectors. Default: the model's.", 128)
+        wire.Positive | None, about("Length of the vectors. Default: the model's.", 128)
     ] = None
     TRUNCATES: ClassVar = ("START", "END")
     truncate: Annotated[
@@ -105,8 +70,8 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     ] = None
 
 
-class CohereEmbedResponse(Warned, kw_only=True):
-    id: Id
+class CohereEmbedResponse(wire.Warned, kw_only=True):
+    id: wire.Id
     embeddings: Annotated[
         Any,
         about(
@@ -115,7 +80,7 @@ class CohereEmbedResponse(Warned, kw_only=True):
             schema={"anyOf": [{"type": "array"}, {"type": "object"}]},
         ),
     ]
-    texts: Annotated[list[str], about("The texts of the request.", DOCUMENTS)]
+    texts: Annotated[list[str], about("The texts of the request.", wire.DOCUMENTS)]
     meta: Annotated[
         dict[str, Any],
         about(
@@ -134,19 +99,19 @@ class OllamaOptions(msgspec.Struct):
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
-    model: ModelField = None
-    input: Texts
-    truncate: Truncate = None
+    model: wire.ModelField = None
+    input: wire.Texts
+    truncate: wire.Truncate = None
     dimensions: Annotated[
-        NotNegative | None, about("Length of the vectors; 0: the model's. Default: 0.", 128)
+        wire.NotNegative | None, about("Length of the vectors; 0: the model's. Default: 0.", 128)
     ] = None
     options: Annotated[OllamaOptions | None, about("Not read: each is named in a warning.", {})] = None
 
 
-class OllamaEmbedResponse(Warned, kw_only=True):
+class OllamaEmbedResponse(wire.Warned, kw_only=True):
     """Durations are in nanoseconds. The model is loaded before the server takes requests."""
 
-    model: Model
+    model: wire.Model
     embeddings: Annotated[list[Any], about("A vector of length 1 for each text.", [[0.12, -0.05, 0.4]])]
     total_duration: Annotated[int, about("Time taken, in nanoseconds.", 12_500_000)]
     load_duration: Annotated[int, about("Always 0: the model is loaded before.", 0)] = 0
@@ -156,12 +121,14 @@ class OllamaEmbedResponse(Warned, kw_only=True):
 class MultimodalRequest(msgspec.Struct, kw_only=True):
     """Inputs of parts: texts and pictures."""
 
-    inputs: Annotated[list[Content], about("Objects with `content`: parts with text or a picture.", _PARTS)]
-    model: ModelField = None
-    input_type: InputType = None
-    truncation: Truncate = None
+    inputs: Annotated[
+        list[wire.Content], about("Objects with `content`: parts with text or a picture.", _PARTS)
+    ]
+    model: wire.ModelField = None
+    input_type: wire.InputType = None
+    truncation: wire.Truncate = None
     output_dimension: Annotated[
-        Positive | None, about("Length of the vectors. Default: the model's.", 128)
+        wire.Positive | None, about("Length of the vectors. Default: the model's.", 128)
     ] = None
     output_dtype: Annotated[
         Literal["float", "binary", "ubinary"] | None, about("Number format. Default: float.", "float")
@@ -175,12 +142,12 @@ class MultimodalRequest(msgspec.Struct, kw_only=True):
 
 
 class MultimodalEmbedding(msgspec.Struct, kw_only=True):
-    embedding: OneVector
-    index: Index
+    embedding: wire.OneVector
+    index: wire.Index
     object: Annotated[Literal["embedding"], about("Always `embedding`.", "embedding")] = "embedding"
 
 
-class MultimodalUsage(Usage, kw_only=True):
+class MultimodalUsage(wire.Usage, kw_only=True):
     """Voyage's client reads all these numbers."""
 
     text_tokens: Annotated[int, about("Tokens of all inputs; 0 if some have pictures.", 27)]
@@ -188,11 +155,11 @@ class MultimodalUsage(Usage, kw_only=True):
     video_pixels: Annotated[int, about("Always 0: no videos are read.", 0)]
 
 
-class MultimodalResponse(Warned, kw_only=True):
+class MultimodalResponse(wire.Warned, kw_only=True):
     data: Annotated[list[MultimodalEmbedding], about("A vector for each input.")]
-    model: Model
+    model: wire.Model
     usage: Annotated[MultimodalUsage, about("Tokens that the request took.")]
-    object: AlwaysList = "list"
+    object: wire.AlwaysList = "list"
 
 
 async def _cohere(
@@ -207,16 +174,20 @@ async def _cohere(
                 f"embedding_types {name} is not given here; use {', '.join(_NUMBERS)}", "embedding_types"
             )
     of_pictures = body.input_type == "image" and not any(isinstance(text, str) for text in texts)
-    check_embeddings(state, len(texts) * len(types), body.output_dimension)
-    with with_request_field_names(input=_cohere_field(body)):
+    embeddings.check_embeddings(state, len(texts) * len(types), body.output_dimension)
+    with reading.with_request_field_names(input=_cohere_field(body)):
         result = await state.engine.embed(
             texts,
-            input_type="document" if of_pictures else input_type_of(body.input_type),
+            input_type="document" if of_pictures else embeddings.input_type_of(body.input_type),
             dimensions=body.output_dimension,
-            truncation=_cohere_truncation(body, refuses=state.config.long_documents == "error"),
+            truncation=reading.truncation_by_switch(
+                None if body.truncate is None else body.truncate != "NONE",
+                _SIDES.get(body.truncate),
+                state.config.long_documents,
+                body,
+            ),
             tenant=tenant,
         )
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
     echoed = [text for text in texts if isinstance(text, str)]
     billed = {"input_tokens": result.usage.prompt_tokens}
     if len(echoed) < len(texts):
@@ -224,35 +195,22 @@ async def _cohere(
             len(content.pictures) for content in texts if isinstance(content, PictureContent)
         )
 
-    def build() -> CohereEmbedResponse:
-        rows = result.embeddings
-        by_name = {name: _cohere_rows(rows, name) for name in types} if by_type else {}
+    def build(warnings: wire.Warnings) -> CohereEmbedResponse:
+        rows, vectors = result.embeddings, {}
+        for name in types if by_type else ():
+            encoded = [embeddings.encode_vectors(row, _NUMBERS[name], name == "base64") for row in rows]
+            vectors[name] = [each.data for each in encoded]
         return CohereEmbedResponse(
             id=new_id("embd"),
-            embeddings=by_name if by_type else [encode_rows(row) for row in rows],
+            embeddings=vectors or [embeddings.encode_rows(row) for row in rows],
             texts=echoed,
             meta={"api_version": {"version": version}, "billed_units": billed},
             response_type="embeddings_by_type" if by_type else "embeddings_floats",
             warnings=warnings,
         )
 
-    answer = await wire_answer(build, result.embeddings.size * len(types), sum(map(len, echoed)))
-    return answer.with_timings(result.timings).with_warnings(warnings)
-
-
-def _cohere_rows(rows: NDArray[np.float32], name: str) -> list[Any]:
-    return [encode_vectors(row, _NUMBERS[name], as_base64=name == "base64").data for row in rows]
-
-
-def _cohere_truncation(request: CohereEmbedRequest, refuses: bool) -> Truncation:
-    """The end at which long texts are truncated. By default the server `refuses` long texts, or truncates."""
-    truncates = not refuses if request.truncate is None else request.truncate != "NONE"
-    sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
-    return Truncation(
-        max_tokens=-1 if truncates else None,
-        side=sides.get(request.truncate),
-        words=truncation_words(request),
-    )
+    characters = sum(map(len, echoed))
+    return await answer_of(state, body, result, build, result.embeddings.size * len(types), characters)
 
 
 def _cohere_field(request: CohereEmbedRequest) -> str:
@@ -265,61 +223,57 @@ def _cohere_field(request: CohereEmbedRequest) -> str:
     return named[0]
 
 
-def _cohere_inputs(request: CohereEmbedRequest, most: int) -> TextsAndPictures:
-    name = _cohere_field(request)
-    return _parts_of(getattr(request, name), name, most)
-
-
-def _parts_of(values: list[Any], name: str, most: int) -> TextsAndPictures:
-    check_count(values, name, most)
+def _parts_of(request: CohereEmbedRequest | MultimodalRequest, name: str, most: int) -> TextsAndPictures:
+    values = getattr(request, name)
+    reading.check_count(values, name, most)
     if not values:
         raise InvalidRequestError(f"{name} is empty; give at least one", name)
-    return pictures_of(values, most, name) if name == "images" else [*as_texts_and_pictures(values, name)]
+    if name == "images":
+        return reading.pictures_of(values, most, name)
+    return reading.texts_and_pictures(values, name)
 
 
-async def ollama_embed(state: ServerState, body: OllamaEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
+async def ollama_embed(
+    state: ServerState, body: OllamaEmbedRequest, inputs: reading.Inputs, tenant: str
+) -> Answer:
     """One vector of length 1 for each text."""
-    check_token_ids(inputs, state.config.accept_token_ids)
+    reading.check_token_ids(inputs, state.config.accept_token_ids)
     dimensions, model = body.dimensions or None, state.model_name
-    check_embeddings(state, len(inputs), dimensions)
-    truncates = state.config.long_documents != "error" if body.truncate is None else body.truncate
+    embeddings.check_embeddings(state, len(inputs), dimensions)
     result = await state.engine.embed(
         inputs,
         dimensions=dimensions,
-        truncation=Truncation(max_tokens=-1 if truncates else None, words=truncation_words(body)),
+        truncation=reading.truncation_by_switch(body.truncate, None, state.config.long_documents, body),
         tenant=tenant,
     )
-    warnings, timings = warnings_of(result.truncated, state.field_warnings, body), result.timings
+    timings = result.timings
 
-    def build() -> OllamaEmbedResponse:
+    def build(warnings: wire.Warnings) -> OllamaEmbedResponse:
         return OllamaEmbedResponse(
             model=model,
-            embeddings=[encode_rows(row) for row in in_unit_length(result.embeddings)],
+            embeddings=[embeddings.encode_rows(row) for row in embeddings.in_unit_length(result.embeddings)],
             total_duration=round((timings.queue + timings.tokenise + timings.model) * 1e9),
             prompt_eval_count=result.usage.prompt_tokens,
             warnings=warnings,
         )
 
-    answer = await wire_answer(build, result.embeddings.size)
-    return answer.with_timings(timings).with_warnings(warnings)
+    return await answer_of(state, body, result, build, result.embeddings.size)
 
 
 async def multimodal_embeddings(
     state: ServerState, body: MultimodalRequest, inputs: TextsAndPictures, tenant: str
 ) -> Answer:
     """Voyage's. Inputs with pictures are never truncated."""
-    truncates = state.config.long_documents != "error" if body.truncation is None else body.truncation
-    check_embeddings(state, len(inputs), body.output_dimension)
-    with with_request_field_names(input="inputs"):
+    embeddings.check_embeddings(state, len(inputs), body.output_dimension)
+    with reading.with_request_field_names(input="inputs"):
         result = await state.engine.embed(
             inputs,
-            input_type=input_type_of(body.input_type),
+            input_type=embeddings.input_type_of(body.input_type),
             dimensions=body.output_dimension,
-            truncation=Truncation(max_tokens=-1 if truncates else None, words=truncation_words(body)),
+            truncation=reading.truncation_by_switch(body.truncation, None, state.config.long_documents, body),
             tenant=tenant,
         )
-    warnings, model = warnings_of(result.truncated, state.field_warnings, body), state.model_name
-    as_base64 = "base64" in (body.encoding_format, body.output_encoding)
+    model, as_base64 = state.model_name, "base64" in (body.encoding_format, body.output_encoding)
     numbers = _NUMBERS[body.output_dtype or "float"]
     tokens = result.usage.prompt_tokens
     has_pictures = not all(isinstance(each, str) for each in inputs)
@@ -331,51 +285,51 @@ async def multimodal_embeddings(
         video_pixels=0,
     )
 
-    def build() -> MultimodalResponse:
-        rows = [encode_vectors(row, numbers, as_base64).data for row in result.embeddings]
+    def build(warnings: wire.Warnings) -> MultimodalResponse:
+        rows = [embeddings.encode_vectors(row, numbers, as_base64).data for row in result.embeddings]
         data = [MultimodalEmbedding(embedding=row, index=i) for i, row in enumerate(rows)]
         return MultimodalResponse(data=data, model=model, usage=usage, warnings=warnings)
 
-    answer = await wire_answer(build, result.embeddings.size)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    return await answer_of(state, body, result, build, result.embeddings.size)
 
 
 COHERE_ROUTES = tuple(
-    post_texts(
-        f"/v{version}/embed",
-        CohereEmbedRequest,
-        _cohere_inputs,
-        partial(_cohere, version),
-        CohereEmbedResponse,
-        wanted=Wanted.VECTORS,
-        shown=Shown(
+    route
+    for version in ("1", "2")
+    for route in post_texts(
+        (f"/v{version}/embed",),
+        Form(
+            CohereEmbedRequest,
+            lambda request, most: _parts_of(request, _cohere_field(request), most),
+            partial(_cohere, version),
+        ),
+        Wanted.VECTORS,
+        Shown(
             Group.COHERE,
             f"Embed texts or pictures, version {version}",
-            {"texts": DOCUMENTS, "input_type": "search_document", "embedding_types": ["float"]},
+            {"texts": wire.DOCUMENTS, "input_type": "search_document", "embedding_types": ["float"]},
         ),
+        CohereEmbedResponse,
     )
-    for version in ("1", "2")
 )
-VOYAGE_ROUTES = (
-    post_texts(
-        "/v1/multimodalembeddings",
+VOYAGE_ROUTES = post_texts(
+    ("/v1/multimodalembeddings",),
+    Form(
         MultimodalRequest,
-        lambda request, most: _parts_of(request.inputs, "inputs", most),
+        lambda request, most: _parts_of(request, "inputs", most),
         multimodal_embeddings,
-        MultimodalResponse,
-        wanted=Wanted.VECTORS,
-        shown=Shown(Group.OTHERS, "Voyage: embed texts and pictures", {"inputs": _PARTS}),
     ),
+    Wanted.VECTORS,
+    Shown(Group.OTHERS, "Voyage: embed texts and pictures", {"inputs": _PARTS}),
+    MultimodalResponse,
 )
 OLLAMA_ROUTES = (
-    post_texts(
-        "/api/embed",
-        OllamaEmbedRequest,
-        lambda request, most: as_inputs(request.input, most),
-        ollama_embed,
+    *post_texts(
+        ("/api/embed",),
+        Form(OllamaEmbedRequest, lambda request, most: reading.as_inputs(request.input, most), ollama_embed),
+        Wanted.VECTORS,
+        Shown(Group.OTHERS, "Ollama: embed texts", {"input": wire.DOCUMENTS}),
         OllamaEmbedResponse,
-        wanted=Wanted.VECTORS,
-        shown=Shown(Group.OTHERS, "Ollama: embed texts", {"input": DOCUMENTS}),
     ),
     get("/api/version", show_version, Version, shown=Shown(Group.OTHERS, "Ollama: maxsimd's version")),
 )

@@ -6,54 +6,16 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, wire_answer
+from maxsimd.api import wire
+from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of
+from maxsimd.api.handlers import rerank
 from maxsimd.api.handlers.operating import ModelCard, model_card
-from maxsimd.api.handlers.rerank import (
-    NOT_OF_TEI,
-    OF_TEI,
-    WINDOW_FIELDS,
-    DocumentText,
-    Ranked,
-    RerankRequest,
-    ReturnDocuments,
-    TeiRanked,
-    ToRank,
-    ToScore,
-    check_all_ranked,
-    query_and_documents,
-    ranked,
-    rerank_as_tei,
-    rerank_whole,
-    scale_of,
-    score_options,
-    texts_to_rank,
-    with_scale,
-)
-from maxsimd.api.handlers.route import Group, Shown, get, post_texts
+from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, get, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import as_items, check_count, truncation_words, warnings_of
+from maxsimd.api.reading import as_items, check_count, truncation_by_switch
 from maxsimd.api.state import ServerState
-from maxsimd.api.wire import (
-    DOCUMENTS,
-    QUERY,
-    AlwaysList,
-    Contents,
-    Created,
-    Documents,
-    Id,
-    Index,
-    Model,
-    Query,
-    RankFields,
-    RelevanceScore,
-    Scoring,
-    TopN,
-    UsageField,
-    Warned,
-    Warnings,
-    about,
-)
-from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
+from maxsimd.api.wire import about
+from maxsimd.engine import InvalidRequestError, RerankResult
 
 INFINITY = "/infinity"
 _INFINITY_BASES = (INFINITY, f"{INFINITY}/v1")
@@ -61,52 +23,56 @@ _INFINITY_BASES = (INFINITY, f"{INFINITY}/v1")
 _OF_MIXEDBREAD = frozenset({"input", "return_input"})
 
 
-class RerankingRequest(RerankRequest, kw_only=True):
+class RerankingRequest(rerank.RerankRequest, kw_only=True):
     """mixedbread's with `input`, llama.cpp's with `documents`, and text-embeddings-inference's with `texts`,
     which llama.cpp takes too."""
 
-    input: Annotated[Contents | None, about("mixedbread's name of `documents`.", DOCUMENTS)] = None
+    input: Annotated[wire.Contents | None, about("mixedbread's name of `documents`.", wire.DOCUMENTS)] = None
     return_input: Annotated[bool | None, about("mixedbread's `return_documents`. Default: false.", True)] = (
         None
     )
 
     def unused_fields(self) -> frozenset[str]:
         if self.input is not None:
-            return OF_TEI | {"documents", "texts", "top_n", "return_documents", "cascade"}
-        return _OF_MIXEDBREAD | {"cascade"} | (OF_TEI | {"top_k"} if self.texts is None else NOT_OF_TEI)
+            return rerank.OF_TEI | {"documents", "texts", "top_n", "return_documents", "cascade"}
+        return (
+            _OF_MIXEDBREAD
+            | {"cascade"}
+            | (rerank.OF_TEI | {"top_k"} if self.texts is None else rerank.NOT_OF_TEI)
+        )
 
 
 class MixedbreadRanked(msgspec.Struct, kw_only=True):
-    index: Index
-    score: RelevanceScore
-    input: DocumentText = None
+    index: wire.Index
+    score: wire.RelevanceScore
+    input: rerank.DocumentText = None
     object: Annotated[Literal["rank_result"], about("Always `rank_result`.", "rank_result")] = "rank_result"
 
 
-class MixedbreadResponse(Warned, kw_only=True):
-    object: AlwaysList = "list"
+class MixedbreadResponse(wire.Warned, kw_only=True):
+    object: wire.AlwaysList = "list"
     data: Annotated[list[MixedbreadRanked], about("The documents, best first.")]
-    model: Model
-    usage: UsageField
+    model: wire.Model
+    usage: wire.UsageField
     top_k: Annotated[int, about("Number of results.", 2)]
     return_input: Annotated[bool, about("Whether the results have texts.", True)]
 
 
-class LlamaCppResponse(Warned, kw_only=True):
+class LlamaCppResponse(wire.Warned, kw_only=True):
     """Documents have no text, unless the request asks for it."""
 
-    model: Model
-    object: AlwaysList = "list"
-    usage: UsageField
-    results: Annotated[list[Ranked], about("The documents, best first.")]
+    model: wire.Model
+    object: wire.AlwaysList = "list"
+    usage: wire.UsageField
+    results: Annotated[list[rerank.Ranked], about("The documents, best first.")]
 
 
-class NvidiaRequest(Scoring, kw_only=True):
+class NvidiaRequest(wire.Scoring, kw_only=True):
     """The path may name the model; then `model` is not read."""
 
-    query: Query
-    passages: Annotated[Contents, about("Documents.", [{"text": text} for text in DOCUMENTS])]
-    top_k: TopN = None
+    query: wire.Query
+    passages: Annotated[wire.Contents, about("Documents.", [{"text": text} for text in wire.DOCUMENTS])]
+    top_k: wire.TopN = None
     TRUNCATES: ClassVar = ("END",)
     truncate: Annotated[
         Literal["NONE", "END"] | None,
@@ -114,24 +80,24 @@ class NvidiaRequest(Scoring, kw_only=True):
     ] = None
 
     def unused_fields(self) -> frozenset[str]:
-        return frozenset() if self.truncate is None else WINDOW_FIELDS
+        return frozenset() if self.truncate is None else rerank.WINDOW_FIELDS
 
 
 class NvidiaRanked(msgspec.Struct):
-    index: Index
-    logit: RelevanceScore
+    index: wire.Index
+    logit: wire.RelevanceScore
 
 
-class NvidiaResponse(Warned, kw_only=True):
+class NvidiaResponse(wire.Warned, kw_only=True):
     rankings: Annotated[list[NvidiaRanked], about("The passages, best first.")]
-    usage: UsageField
+    usage: wire.UsageField
 
 
-class DeepInfraRequest(Scoring, kw_only=True):
+class DeepInfraRequest(wire.Scoring, kw_only=True):
     """Pairs of a query and a document, or one query for all documents. The path names the model."""
 
-    queries: Annotated[Contents, about("A query, or one for each document.", [QUERY])]
-    documents: Documents
+    queries: Annotated[wire.Contents, about("A query, or one for each document.", [wire.QUERY])]
+    documents: wire.Documents
 
 
 class DeepInfraStatus(msgspec.Struct, kw_only=True):
@@ -142,34 +108,34 @@ class DeepInfraStatus(msgspec.Struct, kw_only=True):
     tokens_input: Annotated[int, about("Tokens of all inputs.", 27)]
 
 
-class DeepInfraResponse(Warned, kw_only=True):
+class DeepInfraResponse(wire.Warned, kw_only=True):
     scores: Annotated[list[float], about("Scores, in the order of the documents.", [2.1, 7.5])]
     input_tokens: Annotated[int, about("Tokens of all inputs.", 27)]
-    request_id: Id
+    request_id: wire.Id
     inference_status: Annotated[DeepInfraStatus, about("Time and tokens.")]
 
 
-class InfinityRequest(Scoring, kw_only=True):
-    query: Query
-    documents: Documents
-    top_n: TopN = None
-    return_documents: ReturnDocuments = None
-    rank_fields: RankFields = None
+class InfinityRequest(wire.Scoring, kw_only=True):
+    query: wire.Query
+    documents: wire.Documents
+    top_n: wire.TopN = None
+    return_documents: rerank.ReturnDocuments = None
+    rank_fields: wire.RankFields = None
 
 
 class InfinityRanked(msgspec.Struct):
-    relevance_score: RelevanceScore
-    index: Index
-    document: DocumentText
+    relevance_score: wire.RelevanceScore
+    index: wire.Index
+    document: rerank.DocumentText
 
 
-class InfinityResponse(Warned, kw_only=True):
+class InfinityResponse(wire.Warned, kw_only=True):
     object: Annotated[Literal["rerank"], about("Always `rerank`.", "rerank")] = "rerank"
-    id: Id
-    model: Model
+    id: wire.Id
+    model: wire.Model
     results: Annotated[list[InfinityRanked], about("The documents, best first.")]
-    usage: UsageField
-    created: Created
+    usage: wire.UsageField
+    created: wire.Created
 
 
 class InfinityStats(msgspec.Struct):
@@ -185,66 +151,56 @@ class InfinityCard(ModelCard, kw_only=True):
 
 
 class InfinityModels(msgspec.Struct, kw_only=True):
-    object: AlwaysList = "list"
+    object: wire.AlwaysList = "list"
     data: Annotated[list[InfinityCard], about("The models.")]
 
 
-async def reranking(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
+async def reranking(state: ServerState, body: RerankingRequest, texts: rerank.ToRank, tenant: str) -> Answer:
     """Answers in the shape of the service that has the request's field for documents."""
-    if body.input is not None:
-        return await _mixedbread(state, body, texts, tenant)
-    if body.texts is not None:
-        return await rerank_as_tei(state, body, texts, tenant)
-    return await _llama_cpp(state, body, texts, tenant)
+    if body.input is None and body.texts is not None:
+        return await rerank.rerank_as_tei(state, body, texts, tenant)
+    with_text = bool(body.return_documents if body.input is None else body.return_input)
 
-
-async def _llama_cpp(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
-    with_text = bool(body.return_documents)
-
-    def build(result: RerankResult, model: str, warnings: Warnings) -> LlamaCppResponse:
-        results = [ranked(one, with_text) for one in result.results]
+    def build_llama_cpp(result: RerankResult, model: str, warnings: wire.Warnings) -> LlamaCppResponse:
+        results = [rerank.ranked(one, with_text) for one in result.results]
         return LlamaCppResponse(model=model, usage=usage_of(result.usage), results=results, warnings=warnings)
 
-    return await rerank_whole(state, body, texts, tenant, build, top_n=body.top_n, with_text=with_text)
-
-
-async def _mixedbread(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
-    with_input = bool(body.return_input)
-
-    def build(result: RerankResult, model: str, warnings: Warnings) -> MixedbreadResponse:
+    def build_mixedbread(result: RerankResult, model: str, warnings: wire.Warnings) -> MixedbreadResponse:
         data = [
-            MixedbreadRanked(index=one.index, score=one.score, input=one.text if with_input else None)
+            MixedbreadRanked(index=one.index, score=one.score, input=one.text if with_text else None)
             for one in result.results
         ]
+        usage, top_k = usage_of(result.usage), len(data)
         return MixedbreadResponse(
-            data=data,
-            model=model,
-            usage=usage_of(result.usage),
-            top_k=len(data),
-            return_input=with_input,
-            warnings=warnings,
+            data=data, model=model, usage=usage, top_k=top_k, return_input=with_text, warnings=warnings
         )
 
-    return await rerank_whole(
-        state, body, texts, tenant, build, top_n=body.top_k, with_text=with_input, documents="input"
+    if body.input is None:
+        return await rerank.rerank_whole(
+            state, body, texts, tenant, build_llama_cpp, top_n=body.top_n, with_text=with_text
+        )
+    return await rerank.rerank_whole(
+        *(state, body, texts, tenant, build_mixedbread),
+        top_n=body.top_k,
+        with_text=with_text,
+        documents="input",
     )
 
 
-async def nvidia(state: ServerState, body: NvidiaRequest, texts: ToRank, tenant: str) -> Answer:
+async def nvidia(state: ServerState, body: NvidiaRequest, texts: rerank.ToRank, tenant: str) -> Answer:
     """Gives a classifier's logits, unless the request wants something else."""
     if body.use_activation is None and body.raw_scores is None and not body.normalize:
         body.raw_scores = True
     truncation = None
     if body.truncate is not None:
-        truncation = Truncation(
-            max_tokens=-1 if body.truncate == "END" else None, words=truncation_words(body)
-        )
+        truncates = body.truncate == "END"
+        truncation = truncation_by_switch(truncates, None, state.config.long_documents, body)
 
-    def build(result: RerankResult, model: str, warnings: Warnings) -> NvidiaResponse:
+    def build(result: RerankResult, model: str, warnings: wire.Warnings) -> NvidiaResponse:
         rankings = [NvidiaRanked(one.index, one.score) for one in result.results]
         return NvidiaResponse(rankings=rankings, usage=usage_of(result.usage), warnings=warnings)
 
-    return await rerank_whole(
+    return await rerank.rerank_whole(
         *(state, body, texts, tenant, build),
         top_n=body.top_k,
         with_text=False,
@@ -253,23 +209,22 @@ async def nvidia(state: ServerState, body: NvidiaRequest, texts: ToRank, tenant:
     )
 
 
-async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: ToScore, tenant: str) -> Answer:
+async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.ToScore, tenant: str) -> Answer:
     """A list of scores, one for each pair."""
-    check_all_ranked(body)
+    rerank.check_all_ranked(body)
     if body.score_threshold is not None:
         raise InvalidRequestError(
             "score_threshold cannot leave out scores here, which have no index; leave it out, or use /score",
             "score_threshold",
         )
-    scale = scale_of(state, body)
-    result = await state.engine.score(*texts, **score_options(state, body, tenant))
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    scale = rerank.scale_of(state, body)
+    result = await state.engine.score(*texts, **rerank.score_options(state, body, tenant))
     timings, tokens = result.timings, result.usage.prompt_tokens
     status = DeepInfraStatus(
         runtime_ms=round((timings.queue + timings.tokenise + timings.model) * 1e3), tokens_input=tokens
     )
 
-    def build() -> DeepInfraResponse:
+    def build(warnings: wire.Warnings) -> DeepInfraResponse:
         return DeepInfraResponse(
             scores=[*result.scores],
             input_tokens=tokens,
@@ -278,15 +233,14 @@ async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: ToScore, 
             warnings=warnings,
         )
 
-    answer = await wire_answer(build, len(result.scores))
-    return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
+    return rerank.with_scale(await answer_of(state, body, result, build, len(result.scores)), scale)
 
 
-async def infinity(state: ServerState, body: InfinityRequest, texts: ToRank, tenant: str) -> Answer:
+async def infinity(state: ServerState, body: InfinityRequest, texts: rerank.ToRank, tenant: str) -> Answer:
     """Documents are strings, and only if they are asked for."""
     with_text = bool(body.return_documents)
 
-    def build(result: RerankResult, model: str, warnings: Warnings) -> InfinityResponse:
+    def build(result: RerankResult, model: str, warnings: wire.Warnings) -> InfinityResponse:
         results = [
             InfinityRanked(one.score, one.index, one.text if with_text else None) for one in result.results
         ]
@@ -299,7 +253,7 @@ async def infinity(state: ServerState, body: InfinityRequest, texts: ToRank, ten
             warnings=warnings,
         )
 
-    return await rerank_whole(state, body, texts, tenant, build, top_n=body.top_n, with_text=with_text)
+    return await rerank.rerank_whole(state, body, texts, tenant, build, top_n=body.top_n, with_text=with_text)
 
 
 async def infinity_models(state: ServerState) -> Answer:
@@ -314,77 +268,68 @@ def _infinity_card(state: ServerState, name: str) -> InfinityCard:
     return InfinityCard(**about_model, backend="torch", stats=stats)
 
 
-def _reranking_to_rank(request: RerankingRequest, most: int) -> ToRank:
+def _reranking_to_rank(request: RerankingRequest, most: int) -> rerank.ToRank:
     if request.input is None:
-        return texts_to_rank(request, most)
-    return query_and_documents(request.query, request.input, "input", most, request.rank_fields)
+        return rerank.texts_to_rank(request, most)
+    return rerank.query_and_documents(request.query, request.input, "input", most, request.rank_fields)
 
 
-def _pairs_to_score(request: DeepInfraRequest, most: int) -> ToScore:
+def _pairs_to_score(request: DeepInfraRequest, most: int) -> rerank.ToScore:
     check_count(request.documents, "documents", most)
     check_count(request.queries, "queries", most)
     return as_items(request.queries, "queries"), as_items(request.documents, "documents")
 
 
-_QUERY_AND_DOCUMENTS = {"query": QUERY, "documents": DOCUMENTS}
-_PASSAGES = {"query": {"text": QUERY}, "passages": [{"text": text} for text in DOCUMENTS]}
+_QUERY_AND_DOCUMENTS = {"query": wire.QUERY, "documents": wire.DOCUMENTS}
+_PASSAGES = {"query": {"text": wire.QUERY}, "passages": [{"text": text} for text in wire.DOCUMENTS]}
 
 ROUTES = (
-    *(
-        post_texts(
-            path,
-            RerankingRequest,
-            _reranking_to_rank,
-            reranking,
-            *(MixedbreadResponse, LlamaCppResponse, list[TeiRanked]),
-            wanted=Wanted.RANKING,
-            shown=Shown(
-                Group.OTHERS, "llama.cpp and mixedbread: rank documents, best first", _QUERY_AND_DOCUMENTS
-            ),
-        )
-        for path in ("/reranking", "/v1/reranking")
+    *post_texts(
+        ("/reranking", "/v1/reranking"),
+        Form(RerankingRequest, _reranking_to_rank, reranking),
+        Wanted.RANKING,
+        Shown(Group.OTHERS, "llama.cpp and mixedbread: rank documents, best first", _QUERY_AND_DOCUMENTS),
+        *(MixedbreadResponse, LlamaCppResponse, list[rerank.TeiRanked]),
     ),
-    *(
-        post_texts(
-            path,
+    *post_texts(
+        ("/v1/ranking", "/v1/retrieval/{name}/reranking"),
+        Form(
             NvidiaRequest,
-            lambda request, most: query_and_documents(request.query, request.passages, "passages", most),
+            lambda request, most: rerank.query_and_documents(
+                request.query, request.passages, "passages", most
+            ),
             nvidia,
-            NvidiaResponse,
-            wanted=Wanted.RANKING,
-            shown=Shown(Group.OTHERS, "NVIDIA: rank passages, best first", _PASSAGES),
-        )
-        for path in ("/v1/ranking", "/v1/retrieval/{name}/reranking")
+        ),
+        Wanted.RANKING,
+        Shown(Group.OTHERS, "NVIDIA: rank passages, best first", _PASSAGES),
+        NvidiaResponse,
     ),
-    post_texts(
-        "/v1/inference/{name}",
-        DeepInfraRequest,
-        _pairs_to_score,
-        deepinfra,
-        DeepInfraResponse,
-        wanted=Wanted.RANKING,
-        shown=Shown(
+    *post_texts(
+        ("/v1/inference/{name}",),
+        Form(DeepInfraRequest, _pairs_to_score, deepinfra),
+        Wanted.RANKING,
+        Shown(
             Group.OTHERS,
             "DeepInfra: score documents, in their order",
-            {"queries": [QUERY], "documents": DOCUMENTS},
+            {"queries": [wire.QUERY], "documents": wire.DOCUMENTS},
         ),
+        DeepInfraResponse,
     ),
 )
 
 INFINITY_ROUTES = (
-    *(
-        post_texts(
-            f"{base}/rerank",
+    *post_texts(
+        [f"{base}/rerank" for base in _INFINITY_BASES],
+        Form(
             InfinityRequest,
-            lambda request, most: query_and_documents(
+            lambda request, most: rerank.query_and_documents(
                 request.query, request.documents, "documents", most, request.rank_fields
             ),
             infinity,
-            InfinityResponse,
-            wanted=Wanted.RANKING,
-            shown=Shown(Group.OTHERS, "Infinity: rank documents, best first", _QUERY_AND_DOCUMENTS),
-        )
-        for base in _INFINITY_BASES
+        ),
+        Wanted.RANKING,
+        Shown(Group.OTHERS, "Infinity: rank documents, best first", _QUERY_AND_DOCUMENTS),
+        InfinityResponse,
     ),
     *(
         get(

@@ -9,10 +9,10 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.web_protocol import RequestPayloadError
 from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
-from maxsimd.api.answer import Answer, error_answer, malformed, unreadable_body
+from maxsimd.api.answer import Answer, ApiError, error_answer
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers import handle
-from maxsimd.api.handlers.route import decompressed, encoding_of, refusal
+from maxsimd.api.handlers.bodies import decompressed, encoding_of, refusal, unreadable_body
 from maxsimd.api.http.connections import Connection, as_response, as_stream
 from maxsimd.api.state import FleetView, ServerState, Serving
 
@@ -25,8 +25,6 @@ def build_app(engine: Serving, config: ServerConfig, fleet: FleetView | None = N
     app._router = _OneRoute()
     app[STATE] = ServerState(engine, config, fleet)
     app.cleanup_ctx.append(_watch)
-    app.cleanup_ctx.append(_send_traces)
-    app.cleanup_ctx.append(_close_media)
     return app
 
 
@@ -54,7 +52,7 @@ async def _answer(
             # The connection was closed to make room. aiohttp sends this response nowhere.
             return web.Response()
         if request.version not in (HttpVersion10, HttpVersion11):
-            connection.refuse(malformed("only HTTP/1.1 and HTTP/1.0 are spoken here"))
+            connection.refuse(ApiError(400, "only HTTP/1.1 and HTTP/1.0 are spoken here"))
             return web.Response()
         connection.begin(request)
     path = request.rel_url.path_safe
@@ -98,7 +96,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         if request.headers["Expect"].lower() != "100-continue":
             if isinstance(request.protocol, Connection):
                 request.protocol.begin(request)
-            failure = malformed("Expect can only be 100-continue; leave it out", 417)
+            failure = ApiError(417, "Expect can only be 100-continue; leave it out")
             response = as_response(error_answer(failure).completed(uuid.uuid4().hex, 0.0, {}))
             response.force_close()
             return response
@@ -115,8 +113,7 @@ async def _unused(request: web.Request) -> web.StreamResponse:
 
 
 async def _body(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives, decompressed. Raises ApiError for unsupported encodings and malformed
-    bodies."""
+    """The body as it arrives, decompressed. Raises ApiError for unsupported or wrong encodings."""
     # aiohttp decompresses on its own connections.
     encoding = encoding_of(request.headers) if isinstance(request.protocol, Connection) else None
     chunks = _chunks(request)
@@ -132,20 +129,12 @@ async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
         raise unreadable_body() from error
 
 
-async def _send_traces(app: web.Application) -> AsyncIterator[None]:
-    yield
-    tracing = app[STATE].tracing
-    if tracing is not None:
-        await asyncio.to_thread(tracing.close)
-
-
-async def _close_media(app: web.Application) -> AsyncIterator[None]:
-    yield
-    await app[STATE].media.close()
-
-
 async def _watch(app: web.Application) -> AsyncIterator[None]:
-    watcher = asyncio.create_task(app[STATE].watch())
+    state = app[STATE]
+    watcher = asyncio.create_task(state.watch())
     yield
     watcher.cancel()
     await asyncio.gather(watcher, return_exceptions=True)
+    if state.tracing is not None:
+        await asyncio.to_thread(state.tracing.close)
+    await state.media.close()

@@ -28,7 +28,7 @@ from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooL
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
-from maxsimd.api.answer import Answer, ApiError, error_answer, internal_error, malformed, too_many_connections
+from maxsimd.api.answer import INTERNAL_ERROR, Answer, ApiError, error_answer
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.http.sockets import BACKLOG
 from maxsimd.api.logs import SeldomLogger
@@ -110,8 +110,7 @@ class ConnectionTable:
 
     @contextmanager
     def sending(self, connection: "Connection", size: int) -> Iterator[None]:
-        """Holds `size` bytes of an answer while it is written. Above the limit, the slowest readers are cut
-        off."""
+        """Holds `size` bytes of an answer while it is written. Above the limit, ends the slowest readers."""
         self._unread[connection] = size
         try:
             while sum(self._unread.values()) > self.config.max_bodies_mb << 20:
@@ -166,36 +165,38 @@ async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 def as_bytes(answer: Answer) -> bytes:
     """An answer for clients without a readable request; the connection is closed after it."""
-    headers = {
-        **answer.headers,
-        "Server": _SERVER,
-        "Content-Length": str(len(answer.body)),
-        "Connection": "close",
-    }
-    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+    headers = {**answer.headers, "Server": _SERVER, "Content-Length": str(len(answer.body))}
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body
 
 
+def _too_many_connections() -> ApiError:
+    message = "the server has no connection left; try again shortly, or raise --limit max_connections"
+    return ApiError(503, message, retry_after=1)
+
+
 def _too_slow(part: str, option: str) -> ApiError:
     message = f"the {part} took too long to arrive; send faster, or raise {option}"
-    return ApiError(408, "RequestTimeoutError", message)
+    return ApiError(408, message)
 
 
 def malformed_request(error: HttpProcessingError | None) -> ApiError:
     """The error for bytes that are not HTTP/1.1, without repeating them."""
     if isinstance(error, LineTooLong):
         if error.args[1] == LONGEST_LINE:
-            return malformed(f"the path and query are too long; at most {LONGEST_LINE} bytes are taken", 414)
-        return malformed(f"a header is too long; at most {LONGEST_HEADER} bytes are taken", 431)
+            return ApiError(414, f"the path and query are too long; at most {LONGEST_LINE} bytes are taken")
+        return ApiError(431, f"a header is too long; at most {LONGEST_HEADER} bytes are taken")
     if isinstance(error, BadHttpMethod) and error.message == "Received HTTPS traffic on an HTTP port":
-        return malformed("HTTP is spoken here, not HTTPS; use http://")
+        return ApiError(400, "HTTP is spoken here, not HTTPS; use http://")
     if error is not None and error.message == "Too many headers received":
-        return malformed(f"there are too many headers; at most {MOST_HEADERS} are taken", 431)
+        return ApiError(431, f"there are too many headers; at most {MOST_HEADERS} are taken")
     twice = _TWICE.fullmatch(error.message) if error is not None else None
     if twice:
-        return malformed(f"there are two {twice[1]} headers; send one")
-    return malformed("this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding")
+        return ApiError(400, f"there are two {twice[1]} headers; send one")
+    return ApiError(
+        400, "this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding"
+    )
 
 
 log = logging.getLogger("maxsimd.http")
@@ -310,7 +311,7 @@ class Connection(web.RequestHandler):
     def _refuse_chunks(self) -> None:
         """Fails the body, whose rest is not parsed."""
         if not self._is_gone and self._parsed.exception() is None:
-            failure = malformed("the body comes in tiny chunks; send at least 16 bytes in each")
+            failure = ApiError(400, "the body comes in tiny chunks; send at least 16 bytes in each")
             if self._phase is Phase.BODY:
                 self._fail_body(failure)
             else:
@@ -411,7 +412,7 @@ class Connection(web.RequestHandler):
             failure = malformed_request(exc)
             log.debug("malformed request: %d (%s) id=%s", failure.status, type(exc).__name__, request_id)
         else:
-            failure = internal_error()
+            failure = ApiError(500, INTERNAL_ERROR)
             log.error("request %s failed", request_id, exc_info=exc)
         self._table.metrics.requests.labels("unknown", str(failure.status)).inc()
         if request.writer.output_size > 0:
@@ -438,7 +439,7 @@ class Connection(web.RequestHandler):
         """Makes room for others: at once, or soon if there is a request and its client `is_told`."""
         self._count("evicted")
         if is_told and self._phase is Phase.BODY:
-            self._fail_body(too_many_connections())
+            self._fail_body(_too_many_connections())
         else:
             self._abort()
             # Frees the descriptor before the next connection is accepted.
@@ -557,8 +558,7 @@ class Listener:
         self._full = SeldomLogger(serve_log)
 
     def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Accepts on listening sockets, which are closed with this. Other processes may accept on them
-        too."""
+        """Accepts on listening sockets, which are closed with this. Other processes may do so too."""
         self._sockets = [*sockets]
         for listening in self._sockets:
             self._loop.add_reader(listening, self._accept, listening)
@@ -654,7 +654,7 @@ class Listener:
     def _refuse(self, arrived: socket.socket) -> None:
         self._table.metrics.cut_connections.labels("refused").inc()
         if self._tls is None:
-            answer = error_answer(too_many_connections()).completed(uuid.uuid4().hex, 0.0, {})
+            answer = error_answer(_too_many_connections()).completed(uuid.uuid4().hex, 0.0, {})
             with suppress(OSError):
                 arrived.send(as_bytes(answer))
         arrived.close()

@@ -30,8 +30,7 @@ def raise_descriptor_limit() -> int:
 
 
 def max_connections(asked_for: int | None, descriptors: int) -> int:
-    """The number of connections for a process with this many descriptors. Raises SetupError for more, and
-    for too few descriptors."""
+    """The connections that so many descriptors allow. Raises SetupError for more, and for too few."""
     if descriptors == resource.RLIM_INFINITY:
         return asked_for or _MOST_BY_DEFAULT
     if descriptors < _FEWEST_DESCRIPTORS:

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api.answer import ApiError, error_answer
-from maxsimd.api.handlers import json_parts, route
-from maxsimd.api.handlers.json_parts import JsonShape
+from maxsimd.api.handlers import bodies
+from maxsimd.api.handlers.bodies import JsonShape
 from maxsimd.api.handlers.rerank import RerankRequest
 from maxsimd.api.state import BodyBudget
 
@@ -53,11 +53,11 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     shape = _shape(value)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("maxsimd.api.handlers.json_parts.BLOCK", block)
-        assert json_parts.shape_of(body, NOTHING) == shape or shape == NOTHING
-        assert json_parts.shape_of(body, shape).is_within(shape)
-        patched.setattr("maxsimd.api.handlers.json_parts._DEEPEST_LARGE", 100)
-        assert json_parts.decode_in_parts(b'{"a": %b }' % body, dict[str, Any]) == {"a": value}
+        patched.setattr("maxsimd.api.handlers.bodies.BLOCK", block)
+        assert bodies.shape_of(body, NOTHING) == shape or shape == NOTHING
+        assert bodies.shape_of(body, shape).is_within(shape)
+        patched.setattr("maxsimd.api.handlers.bodies._DEEPEST_LARGE", 100)
+        assert bodies.decode_in_parts(b'{"a": %b }' % body, dict[str, Any]) == {"a": value}
 
 
 def _longest_call(function: Callable[[], object]) -> float:
@@ -80,23 +80,23 @@ def test_no_call_holds_the_lock_for_long(number: bytes, count: int) -> None:
         (number + b",") * count,
         b'"timeout": 1e308,' * 20_000,
     )
-    assert _longest_call(lambda: json_parts.decode_in_parts(body, kind)) < 0.08
+    assert _longest_call(lambda: bodies.decode_in_parts(body, kind)) < 0.08
 
 
 @pytest.mark.parametrize("text", [b"a" * (16 << 20), b"\\" * (16 << 20), rb"\ud83d" * 100_000])
 def test_nor_does_one_that_finds_halves_of_characters(text: bytes) -> None:
     body = bytearray(rb'{"query": "a", "documents": ["%b\ud83d"], "on_error": "report"}   ' % text)
-    assert _longest_call(lambda: route.decode_with_halves(body, RerankRequest)) < 0.08
-    assert _longest_call(lambda: json_parts.shape_of(body, NOTHING)) < 0.02
+    assert _longest_call(lambda: bodies.decode_with_halves(body, RerankRequest)) < 0.08
+    assert _longest_call(lambda: bodies.shape_of(body, NOTHING)) < 0.02
 
 
 def test_a_small_text_is_counted_with_its_strings_contents() -> None:
     body = json.dumps(["a, b [c]" + " " * 1000]).encode()
-    assert json_parts.shape_of(body, JsonShape(2, 1, 1)) == JsonShape(2, 1, 1)
+    assert bodies.shape_of(body, JsonShape(2, 1, 1)) == JsonShape(2, 1, 1)
     for most in (JsonShape(1, 1, 1), JsonShape(2, 0, 1), JsonShape(2, 1, 0)):
-        assert json_parts.shape_of(body, most) == JsonShape(1, 1, 0)
+        assert bodies.shape_of(body, most) == JsonShape(1, 1, 0)
     for no_json in (b"", b"[" * 5, b'"[[[', b"\\", b'"\\', b"]]]]{{"):
-        assert json_parts.shape_of(no_json, JsonShape(10, 10, 10)).is_within(JsonShape(10, 10, 10))
+        assert bodies.shape_of(no_json, JsonShape(10, 10, 10)).is_within(JsonShape(10, 10, 10))
 
 
 def test_memory_is_no_less_than_python_takes() -> None:
@@ -108,7 +108,7 @@ def test_memory_is_no_less_than_python_takes() -> None:
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(decoded) == 10_000
-        assert taken <= json_parts.shape_of(body, NOTHING).memory + len(body)
+        assert taken <= bodies.shape_of(body, NOTHING).memory + len(body)
 
 
 def test_bodies_together_hold_at_most_the_budget() -> None:
@@ -119,7 +119,7 @@ def test_bodies_together_hold_at_most_the_budget() -> None:
         with pytest.raises(ApiError) as refused:
             two.add(1)
         assert (refused.value.status, refused.value.kind) == (429, "QueueFullError")
-        assert refused.value.retry_after == 1
+        assert refused.value.headers == {"Retry-After": "1"}
         assert budget.bytes == 100
     assert budget.bytes == 0
     with budget.hold() as one, budget.hold() as two:
@@ -138,14 +138,14 @@ async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
         yield body[start : start + size]
 
 
-async def _pieces(body: bytes, encoding: route.Encoding, size: int) -> list[bytes]:
-    return [piece async for piece in route.decompressed(_chunks(body, size), encoding)]
+async def _pieces(body: bytes, encoding: bodies.Encoding, size: int) -> list[bytes]:
+    return [piece async for piece in bodies.decompressed(_chunks(body, size), encoding)]
 
 
-def _compressed(text: bytes, kind: str) -> tuple[bytes, route.Encoding]:
+def _compressed(text: bytes, kind: str) -> tuple[bytes, bodies.Encoding]:
     half = len(text) // 2
     files = gzip.compress(text[:half]) + gzip.compress(text[half:])
-    kinds: dict[str, tuple[bytes, route.Encoding]] = {
+    kinds: dict[str, tuple[bytes, bodies.Encoding]] = {
         "gzip": (gzip.compress(text), "gzip"),
         "two files": (files, "gzip"),
         "zlib": (zlib.compress(text), "deflate"),
@@ -176,11 +176,11 @@ async def test_a_truncated_body_is_refused(text: bytes, kind: str, size: int, da
 
 
 async def test_few_bytes_that_become_very_many_come_in_pieces() -> None:
-    text = bytes(10 * route._PIECE + 1)
+    text = bytes(10 * bodies._PIECE + 1)
     for kind in ("gzip", "zlib"):
         body, encoding = _compressed(text, kind)
         pieces = await _pieces(body, encoding, len(body))
-        assert max(map(len, pieces)) == route._PIECE
+        assert max(map(len, pieces)) == bodies._PIECE
         assert b"".join(pieces) == text
 
 
@@ -205,12 +205,12 @@ async def test_files_in_a_row_let_others_run_and_are_counted() -> None:
 
 def test_headers_tell_how_a_body_is_compressed_or_refused() -> None:
     for named, encoding in (("", None), ("Identity", None), (" GZIP ", "gzip"), ("x-gzip", "gzip")):
-        assert route.encoding_of({"content-encoding": named}) == encoding
+        assert bodies.encoding_of({"content-encoding": named}) == encoding
     for named, length, status in (
         *((named, "1", 415) for named in ("gzip, gzip", "br", "x-deflate")),
         *(("", "10", None), ("", "11", 413), ("identity", "11", 413), ("gzip", "11", None)),
     ):
-        refused = route.refusal({"content-length": length, "content-encoding": named}, 10)
+        refused = bodies.refusal({"content-length": length, "content-encoding": named}, 10)
         assert (refused and refused.status) == status
         if refused is not None and status == 415:
             assert error_answer(refused).headers["Accept-Encoding"] == "gzip, deflate"

@@ -18,7 +18,7 @@ UNEXPECTED = "internal error; the log has it under this request's id"
 
 def test_every_class_of_error_has_its_answer() -> None:
     for error, status, kind, message, param, retry_after in (
-        (ApiError(418, "Teapot", "is short", "pot", 1.5), 418, "Teapot", "is short", "pot", "2"),
+        (ApiError(418, "no", "pot", retry_after=1.5, kind="Tea"), 418, "Tea", "no", "pot", "2"),
         (errors.InvalidRequestError("wrong", "top_n"), 400, BAD, "wrong", "top_n", None),
         (msgspec.DecodeError("cut"), 400, BAD, "the body is not valid JSON: cut", None, None),
         (msgspec.ValidationError("Is bad - at `$.a[0].b`"), 400, BAD, "a[0].b: is bad", "a", None),

@@ -76,14 +76,12 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
         assert reading.as_items(["z", content], "documents") == ["z", text]
     for content in ({}, {"text": 7}, {"content": None}):
         with _refused("query", 'query is an object without a "text" or "content" string'):
-            reading.as_text(content, "query", "query")
+            reading.as_item(content, "query", "query")
     no_part = "documents[1] has a content part that is not text; only text can be scored"
     text: dict[str, Any] = {"type": "text"}
     for part in ("x", text, text | {"text": 7}, {"type": "other", "text": "x"}, {"text": "x"}, None):
         with _refused("documents", no_part):
             reading.as_items(["a", {"content": [PARTS[0], part]}], "documents")
-    with _refused("documents", "documents[0] has a picture; only text can be read here"):
-        reading.as_text({"image": "data:image/png;base64,AAAA"}, "documents[0]", "documents")
 
 
 def test_rank_fields_name_what_is_read_of_a_record() -> None:
@@ -147,8 +145,8 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
         *((True, default, CUT_LONG) for default in ("truncate", "window", "error")),
         *((False, default, REFUSE) for default in ("truncate", "window", "error")),
     ):
-        assert reading.tei_truncation(truncate, None, default) == truncation
-        assert reading.tei_truncation(truncate, "Right", default) == replace(truncation, side="right")
+        assert reading.truncation_by_switch(truncate, None, default) == truncation
+        assert reading.truncation_by_switch(truncate, "Right", default) == replace(truncation, side="right")
 
 
 def test_sequences_are_inputs_or_told_by_their_index() -> None:
@@ -243,7 +241,6 @@ def test_what_is_no_picture_is_refused_by_its_name() -> None:
 
 def test_an_object_of_pictures_alone_stands_for_a_list() -> None:
     two = {"content": [{"image": DATA}, {"type": "image_url", "image_url": {"url": URL}}]}
-    assert each_picture(two) == two["content"]
     assert reading.as_items(two, "documents") == [Content.of([PICTURE]), Content.of([LINK])]
     assert reading.as_items([two], "documents") == [Content.of([PICTURE, LINK])]
     for other in ({"content": [{"image": DATA}]}, {"content": [{"image": DATA}, "a"]}, "a", {"image": DATA}):

@@ -11,10 +11,11 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
+from maxsimd.api.handlers.bodies import LARGE_BODY
 from maxsimd.api.handlers.embeddings import EmbeddingsRequest
 from maxsimd.api.handlers.handle import route_of
 from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest
-from maxsimd.api.handlers.route import LARGE_BODY, Group, Shown, post
+from maxsimd.api.handlers.route import Group, Shown, post
 from maxsimd.api.reading import unread_fields
 from tests.unit import calling_handlers
 from tests.unit.calling_handlers import GOOD, POSTED, RERANK, Caller, RecordingEngine, error_of, expected
@@ -90,7 +91,7 @@ async def test_half_of_a_character_is_told_by_its_place(caller: Caller) -> None:
 async def test_half_of_a_character_may_be_a_documents_error(
     caller: Caller, path: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maxsimd.api.handlers.json_parts.BLOCK", 9)
+    monkeypatch.setattr("maxsimd.api.handlers.bodies.BLOCK", 9)
     # The second is cut before its half; the last has a backslash and what looks like one.
     documents = ["\U0001f600", "word " * 300 + "\ud83d", {"text": "\ude00"}, "\\ud83d \ufdd0"]
     query = {"queries": "q"} if path == "/score" else {"query": "q"}
@@ -229,7 +230,7 @@ async def test_unread_fields_are_named(engine: RecordingEngine, lines: pytest.Lo
         if path in WITH_WARNINGS:
             assert json.loads(answer.body)["warnings"] == [SAID], path
     logged = [record.getMessage() for record in lines.records if record.levelname == "WARNING"]
-    assert logged == [f"{route_of(path)}: {SAID}" for path in POSTED], "once each"
+    assert logged == [f"{route_of(path)[0]}: {SAID}" for path in POSTED], "once each"
     strict = Caller(engine, strict_fields=True)
     for path in POSTED:
         await strict.refused(path, GOOD["POST", path] | {"colour": 1}, 400, "colour", "--strict-fields")

@@ -52,9 +52,10 @@ async def test_media_and_chats_time_out(engine: RecordingEngine, monkeypatch: py
     caller = Caller(engine)
     monkeypatch.setattr(engine, "conversation", wait)
     monkeypatch.setattr(ServerState, "reads_pictures", property(lambda state: state.media.filled is wait))
-    for body in ({"messages": MESSAGES}, {"input": "a"}):
+    chat, text = {"messages": MESSAGES}, {"input": "a"}
+    for path, body in (("/v1/embeddings", chat), ("/v1/embeddings", text), ("/invocations", text)):
         begun = time.monotonic()
-        await caller.refused("/v1/embeddings", {**body, "timeout": 0.1}, 504, says="0.1")
+        await caller.refused(path, {**body, "timeout": 0.1}, 504, says="0.1")
         assert time.monotonic() - begun < 25
         monkeypatch.setattr(caller.state.media, "filled", wait)
 

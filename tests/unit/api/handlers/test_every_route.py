@@ -2,9 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import jsonschema
+import pytest
 import pytest_asyncio
 
 from maxsimd.api.handlers.handle import ROUTES, route_of
@@ -14,7 +17,7 @@ from tests.unit.calling_handlers import GOOD, REFUSING, RERANK, Caller, Recordin
 
 async def test_openapi_has_every_route_and_valid_schemas(page: Any) -> None:
     offered = {(method, path) for path, methods in ROUTES.items() for method in methods if path != MODEL_PATH}
-    asked = {(method, route_of(path)) for method, path in GOOD}
+    asked = {(method, route_of(path)[0]) for method, path in GOOD}
     assert offered == asked | {("HEAD", path) for method, path in asked if method == "GET"}
     described = {(path, method.upper()) for path, methods in page["paths"].items() for method in methods}
     offered = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
@@ -51,6 +54,17 @@ def _validator(page: Any, schema: Any) -> Any:
     return jsonschema.Draft202012Validator({**schema, "components": page["components"]})
 
 
+async def test_threads_do_large_work(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    note = lambda given: made.append(get_ident()) or given  # noqa: E731
+    monkeypatch.setitem(route_of.__globals__, "description", note)
+    monkeypatch.setattr("maxsimd.api.handlers.embeddings.in_unit_length", note)
+    monkeypatch.setattr(RecordingEngine, "facts", replace(engine.facts, normalized=()))
+    await Caller(engine).ask("GET", "/openapi.json")
+    await Caller(engine).json("/v1/embeddings", {"input": ["d", "e"], "normalized": True})
+    assert [each != get_ident() for each in made] == [True, True]
+
+
 async def test_openapi_describes_every_field_with_a_fitting_example(page: Any) -> None:
     parts = page["components"]
     fields = [
@@ -79,7 +93,7 @@ async def test_openapi_describes_every_field_with_a_fitting_example(page: Any) -
 
 async def test_every_route_answers_and_fits_its_schemas(engine: RecordingEngine, page: Any) -> None:
     for method, path in GOOD:
-        operation = page["paths"][route_of(path)][method.lower()]
+        operation = page["paths"][route_of(path)[0]][method.lower()]
         body = GOOD[method, path]
         if body is not None:
             sent = operation["requestBody"]["content"]["application/json"]["schema"]

@@ -270,6 +270,8 @@ async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: En
             assert (await asking(method, "/v1/models/nope", unreadable)).status == 400
         assert (await asking(method, "/v1/models/nope", b"{}".ljust(100_000))).status == 413
     await asking.refused("/v1/models/broken", b"", 422)
+    starting = Asking(_models({"a": reranker}), Path(str(asking.state.config.api_key_file)))
+    assert (await starting("DELETE", "/v1/models/a")).status == 503
     loaded, again = await asyncio.gather(*(asking("POST", f"/v1/models/{name}") for _ in range(2)))
     assert (loaded.status, again.status) == (200, 200)
     assert json.loads(loaded.body)["score_type"] == "cross-encoder"
