@@ -158,10 +158,10 @@ class _Fleet:
         first = asyncio.create_task(self._fronts[0].live())
         fronts = [first, *(asyncio.create_task(self._after(first, each)) for each in self._fronts[1:])]
         living = [*engines, *fronts]
-        ends: list[asyncio.Future[Any]] = [
+        ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._is_asked.wait()),
-            asyncio.gather(*engines, return_exceptions=True),
-            asyncio.gather(*fronts, return_exceptions=True),
+            asyncio.create_task(asyncio.wait(engines)),
+            asyncio.create_task(asyncio.wait(fronts)),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Fronts end first: they need the engines to finish their requests.

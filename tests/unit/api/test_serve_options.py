@@ -1,6 +1,8 @@
 """The server's options: each reaches what it is for, from the command line on."""
 
+import asyncio
 import dataclasses
+import gc
 import json
 import re
 import shlex
@@ -344,3 +346,16 @@ def test_no_temp_folder_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert [record.getMessage() for record in caplog.records] == [
         "no folder for temporary files can be written to; set TMPDIR to one that can"
     ]
+
+
+def test_a_fleet_without_replicas_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def live(process: Any) -> None:
+        await asyncio.sleep(100 * process._setup.is_front)
+
+    monkeypatch.setattr("maxsimd.api.fleet.supervisor._Process.live", live)
+    monkeypatch.setattr("maxsimd.api.fleet.supervisor.show_stacks_on_sigusr1", lambda also: None)
+    assert supervise(EngineConfig(), ServerConfig(host="127.0.0.1", port=0, fronts=2), 0.0) == 1
+    gc.collect()
+    assert caplog.records == []
