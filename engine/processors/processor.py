@@ -99,13 +99,10 @@ class Plan(ABC):
                 tokens += length
             if sequence.payload.role is Role.QUERY:
                 of_queries += length
-        # Documents that were sent as embeddings have no tokens.
-        cached = [
-            embedding.tokens
-            for batch in self.cached
-            for embedding in batch.documents.embeddings
-            if embedding.tokens
-        ]
+        # Documents that were sent as embeddings have no tokens. Others count with the first part of a query.
+        batches = [each for each in self.cached if each.query_part is None or each.query_part[0] == 0]
+        embeddings = [embedding for batch in batches for embedding in batch.documents.embeddings]
+        cached = [embedding.tokens for embedding in embeddings if embedding.tokens]
         tokens += sum(cached) + self.cached_tokens
         before = self.prior.tokens
         return Usage(

@@ -323,8 +323,7 @@ def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
     prefix = np.arange(8, dtype=np.int32)
     assert shared_tokens(np.arange(9, dtype=np.int32), prefix) == 8
     assert shared_tokens(np.arange(8, dtype=np.int32), prefix) == 0, "it has no token of its own"
-    other_end = np.array([*range(7), 99, 8, 9], dtype=np.int32)
-    assert shared_tokens(other_end, prefix) == 0
+    assert shared_tokens(np.array([*range(7), 99, 8, 9], dtype=np.int32), prefix) == 0
     # Here the last word of the template and the document's first are one token.
     template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
     plan = ask(["w0"], [document(2), ""], template=template, sharing=PrefixSharing())

@@ -336,6 +336,7 @@ async def test_parts_add_up(colbert: RecordingEngine, vectors: Any, monkeypatch:
                 plain = await colbert.score(*request)
             for found in (parted, plain):
                 np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+                assert found.usage == expected.usage
             for i, explanation in expected.explanations.items():
                 rows_of = [match.document_row for match in explanation.matches]
                 assert [match.document_row for match in parted.explanations[i].matches] == rows_of
