@@ -38,7 +38,7 @@ from maxsimd.api.wire import (
 from maxsimd.engine import InvalidRequestError, Truncation, Vectors
 from maxsimd.engine.media import AnyPicture, EncodedPicture, Part, PictureUrl
 from maxsimd.engine.media import Content as PictureContent
-from maxsimd.engine.requests import Item, TruncationWords, are_texts
+from maxsimd.engine.requests import Item, OptionNames, are_texts
 from maxsimd.engine.workers import yield_to_smaller
 
 # Texts and pictures, or each text's token ids.
@@ -253,13 +253,13 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
         windows=is_scoring and long_documents == "window",
         window_overlap=getattr(request, "window_overlap", None),
         refuse=refuse and any(limit is not None for limit in limits),
-        words=truncation_words(request),
+        option_names=option_names_of(request),
     )
 
 
-def truncation_words(request: msgspec.Struct | None = None) -> TruncationWords:
+def option_names_of(request: msgspec.Struct | None = None) -> OptionNames:
     """The names that errors have for the fields of a request."""
-    return TruncationWords(
+    return OptionNames(
         _truncation_field(request)[0], "truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc"
     )
 
@@ -290,7 +290,7 @@ def truncation_by_switch(
         max_tokens=-1 if (default != "error" if truncates is None else truncates) else None,
         side=cast("Literal['left', 'right'] | None", side and side.lower()),
         windows=truncates is None and default == "window" and may_window,
-        words=truncation_words(request),
+        option_names=option_names_of(request),
     )
 
 
@@ -537,7 +537,7 @@ def _from_lists(values: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def _joined(values: list[Any], count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of numbers or rows, of which `count` are read at a time."""
+    """Makes a tensor of numbers or rows. Reads `count` at a time, so that smaller work is not held up."""
     parts = []
     for start in range(0, max(1, len(values)), count):
         parts.append(torch.tensor(values[start : start + count], dtype=dtype))

@@ -1,10 +1,8 @@
-"""Results as people see them: tables in notebooks and terminals, and heat maps. Libraries are imported when
-something is drawn."""
+"""Tables and heat maps of results, for notebooks and terminals. Libraries are imported when one is drawn."""
 
 import html
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,22 +55,15 @@ def _row(tag: str, cells: Sequence[str]) -> str:
     return f"<tr>{''.join(filled)}</tr>"
 
 
-@dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of texts. The last column is text of any length, the others are numbers. The caption is shown
-    below, with how many rows are left out."""
+    """A table of numbers, whose last column is text. The caption below tells how many rows are left out."""
 
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    caption: str = ""
-
-    @classmethod
-    def of(cls, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], caption: str) -> "TextTable":
-        """A table of at most `_MOST_ROWS` of the rows."""
+    def __init__(self, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], caption: str) -> None:
         left_out = len(rows) - _MOST_ROWS
         notes = [f"{left_out:,} more rows"] if left_out > 0 else []
-        shown = [(*row[:-1], _cell(row[-1])) for row in rows[:_MOST_ROWS]]
-        return cls(columns, shown, "; ".join([*notes, *([caption] if caption else [])]))
+        self.columns = columns
+        self.rows = [(*row[:-1], _cell(row[-1])) for row in rows[:_MOST_ROWS]]
+        self.caption = "; ".join([*notes, *([caption] if caption else [])])
 
     def as_html(self) -> str:
         """The table for a notebook, all texts escaped."""

@@ -32,6 +32,7 @@ from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import Content, OpenImage, PictureFile
 from maxsimd.engine.metrics import EngineMetrics, EngineStats
 from maxsimd.engine.parameters import complete_docstring
+from maxsimd.engine.processors.classification import classified
 from maxsimd.engine.processors.embedding import (
     EmbeddingPlan,
     as_document,
@@ -39,7 +40,7 @@ from maxsimd.engine.processors.embedding import (
     check_encoding,
     encoding_price,
 )
-from maxsimd.engine.processors.processor import ScorePlan, ScoreProcessor, UnscoredPlan
+from maxsimd.engine.processors.processor import Plan, ScorePlan, ScoreProcessor, UnscoredPlan
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, chat_text
 from maxsimd.engine.requests import (
     CacheMode,
@@ -553,7 +554,8 @@ class Engine:
             inputs = as_inputs(texts, takes_pictures=False)
             request = EmbedRequest(texts=inputs, task="classify", truncation=long_inputs)
             self.metrics.request_documents.observe(len(inputs))
-            plan, values = await running.run(running.processors.classification, request, options)
+            of_texts, values = await running.run(running.processors.embedding, request, options)
+            plan: Plan = of_texts
         else:
             pairs = ScoreRequest(
                 queries=as_texts(cast("Sequence[str]", texts), "queries"),
@@ -564,8 +566,9 @@ class Engine:
             )
             check_paired(pairs.queries, pairs.documents)
             self.metrics.request_documents.observe(len(pairs.documents))
-            plan, values = await running.run(running.processors.pair_classification, pairs, options)
-        return await run_in_thread_if_large(values.work, plan.result, values, use_activation)
+            of_pairs, values = await running.run(running.processors.scores, pairs, options)
+            plan = of_pairs
+        return await run_in_thread_if_large(values.work, classified, plan, values, model, use_activation)
 
     @property
     def score_processor(self) -> ScoreProcessor:

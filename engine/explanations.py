@@ -79,7 +79,6 @@ class Explanation:
 
     @property
     def num_similarities(self) -> int:
-        """The number of similarities in `maps` and `similarities`."""
         own = 0 if self.similarities is None else self.similarities.size
         return own + sum([each.size for each in self.maps])
 

@@ -14,7 +14,6 @@ from maxsimd.engine import display
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import (
-    AnyPicture,
     Content,
     OpenImage,
     Picture,
@@ -125,13 +124,12 @@ class Values:
 
     def with_preparation(self, timings: Timings) -> "Values":
         """The same values with the time of preparing the request."""
-        spent = self.timings
-        spent = Timings(spent.queue + timings.queue, timings.tokenise, spent.model, spent.score)
-        return Values(self.values, self.errors, spent)
+        queue = self.timings.queue + timings.queue
+        return replace(self, timings=replace(self.timings, queue=queue, tokenise=timings.tokenise))
 
 
 @dataclass(frozen=True, slots=True)
-class TruncationWords:
+class OptionNames:
     """The names that errors have for a caller's options. `allow` is the one that lets texts be truncated."""
 
     allow: str = 'truncation="cut"'
@@ -152,7 +150,7 @@ class Truncation:
 
     With `windows` a longer document is read through windows of as many tokens as fit, which overlap by
     `window_overlap` tokens (None: the engine's setting). Its score is the best window's, or MaxSim over the
-    tokens of all windows. Errors name options by `words`.
+    tokens of all windows. Errors call options by their `option_names`.
     """
 
     max_tokens: int | None = None
@@ -162,7 +160,7 @@ class Truncation:
     windows: bool = False
     window_overlap: int | None = None
     refuse: bool = False
-    words: TruncationWords = field(default=TruncationWords(), compare=False, repr=False)
+    option_names: OptionNames = field(default=OptionNames(), compare=False, repr=False)
 
 
 REFUSE_LONG = Truncation()
@@ -247,11 +245,10 @@ class ScoreRequest:
         return 0 if len(self.queries) == 1 else document
 
     def only(self, positions: Sequence[int]) -> "ScoreRequest":
-        """The request with some of its documents, and their queries."""
-        documents = tuple(self.documents[i] for i in positions)
-        if len(self.queries) == 1:
-            return replace(self, documents=documents)
-        return replace(self, documents=documents, queries=tuple(self.queries[i] for i in positions))
+        documents, queries = tuple(self.documents[i] for i in positions), self.queries
+        if len(queries) > 1:
+            queries = tuple(queries[i] for i in positions)
+        return replace(self, documents=documents, queries=queries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,10 +371,8 @@ def rank(
     threshold: float | None = None,
     by: Sequence[float] | None = None,
 ) -> list[RankedDocument]:
-    """Ranks documents best first, ties in input order: the first `top_n`, or all for None or 0.
-
-    The order is `by` these numbers if given. Documents whose score is NaN or below the `threshold` are left
-    out."""
+    """Ranks documents best first, ties in input order: the first `top_n`, or all for None or 0. The order is
+    `by` these numbers if given. Documents whose score is NaN or below the `threshold` are left out."""
     keys = np.asarray(scores if by is None else by, dtype=np.float64)
     order = np.argsort(-keys, kind="stable").tolist()  # NaN last
     least = -math.inf if threshold is None else threshold
@@ -426,32 +421,20 @@ class RerankResult:
         return frame
 
     def plot(self, rank: int = 0, ax: "Axes | None" = None) -> "Axes":
-        """Draws the similarity of each query token to each token of one document as a heat map. A dot marks
-        the best match of each query token: MaxSim is the sum of these.
-
-        Needs matplotlib, and a text that late interaction has scored with `explain="maps"`.
+        """Draws the tokens' similarities of one document, as `Explanation.plot` does.
 
         Args:
             rank: Position of the document in this result. Default: 0, the best.
             ax: matplotlib's axes to draw on. None makes a new figure. Default: None.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: There are no similarities to draw.
         """
         one = self.results[rank]
         explanation = Explanation(0, False, False) if one.explanation is None else one.explanation
         return explanation.plot(ax, title=f"document {one.index}, score {one.score:.4f}")
 
     def _repr_html_(self) -> str:
-        """The table that notebooks show."""
         return self._table().as_html()
 
     def __rich__(self) -> "Table":
-        """The table that rich prints."""
         return self._table().as_rich()
 
     def _table(self) -> display.TextTable:
@@ -461,13 +444,12 @@ class RerankResult:
         ]
         without = {"timed out": len(self.unscored), "failed": len(self.errors)}
         caption = ", ".join(f"{number} {why}" for why, number in without.items() if number)
-        return display.TextTable.of(("rank", "score", "index", "document"), rows, caption)
+        return display.TextTable(("rank", "score", "index", "document"), rows, caption)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedResult:
-    """One vector per text: float32 [texts, dim]. `truncated` counts the truncated texts. `encoding` says how
-    vectors were made of token vectors."""
+    """One vector per text: float32 [texts, dim]. `truncated` counts texts, `encoding` made them."""
 
     embeddings: NDArray[np.float32]
     usage: Usage
@@ -517,8 +499,7 @@ class TokenizedText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseVector:
-    """Weights of words: token ids `indices`, int64 [n] and ascending, and `values`, float32 [n] without
-    zeros."""
+    """Weights of words: ascending token ids `indices`, int64 [n], and `values`, float32 [n] without zeros."""
 
     indices: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -555,8 +536,7 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
 
 def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool) -> tuple[Item, ...]:
     """Texts, embeddings or pictures, one or many, as a tuple. An array of one or two dimensions is one
-    embedding. Raises InvalidRequestError for none or anything else, and for embeddings and pictures that the
-    model does not take."""
+    embedding. Raises InvalidRequestError for none, or for anything that the model does not take."""
     if isinstance(items, str | Vectors) or (_is_array(items) and items.ndim < 3) or _is_content(items):
         given: tuple[Any, ...] = (items,)
     else:
@@ -570,7 +550,6 @@ def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool)
 
 
 def _as_item(item: Any, i: int, param: str, takes_vectors: bool, takes_pictures: bool) -> Item:
-    """Entry `i` of `param` as `as_scored` returns it."""
     if isinstance(item, str):
         return item
     if not isinstance(item, Vectors | Content) and _is_array(item):
@@ -608,7 +587,9 @@ def as_content(item: Any, i: int, param: str, takes_pictures: bool) -> Any:
     unchanged. Raises InvalidRequestError for pictures unless the model `takes_pictures`."""
     if not _is_content(item):
         return item
-    content = item if isinstance(item, Content) else Content.of([_as_picture(item)])
+    content = item
+    if not isinstance(item, Content):
+        content = Content.of([PillowPicture(item) if is_pillow(item) else item])
     if not content.has_pictures:
         return "\n".join(content.texts)
     if not takes_pictures:
@@ -620,10 +601,6 @@ def _is_content(item: Any) -> bool:
     if isinstance(item, str | list | tuple):
         return False
     return isinstance(item, Content | Picture | PictureFile) or is_pillow(item)
-
-
-def _as_picture(item: Any) -> AnyPicture:
-    return PillowPicture(item) if is_pillow(item) else cast("AnyPicture", item)
 
 
 def _is_array(item: Any) -> bool:
@@ -646,20 +623,17 @@ def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] 
 
 
 def _as_ids(item: Any, i: int) -> tuple[int, ...]:
-    ids = tuple(item.tolist() if _is_array(item) else item) if isinstance(item, Iterable) else (None,)
-    if isinstance(item, bytes | bytearray) or not all(
-        issubclass(kind, Integral) for kind in {*map(type, ids)}
-    ):
-        kind = type(item).__name__
-        raise InvalidRequestError(
-            f"input[{i}] is neither a string nor a picture nor token ids but {kind}", "input"
-        )
-    return ids
+    given = item.tolist() if _is_array(item) else item
+    if isinstance(given, Iterable) and not isinstance(given, bytes | bytearray):
+        ids = tuple(given)
+        if all(issubclass(kind, Integral) for kind in {*map(type, ids)}):
+            return ids
+    kind = type(item).__name__
+    raise InvalidRequestError(f"input[{i}] is neither text nor picture nor token ids but {kind}", "input")
 
 
 def _in_order(items: Any, param: str) -> Any:
-    """A list or similar. Raises InvalidRequestError for unordered collections, and for tables, which iterate
-    over the names of their columns."""
+    """A list or similar. Refuses unordered collections, and tables, which iterate over names of columns."""
     is_column = getattr(items, "ndim", None) == 1  # of numpy, pandas or torch
     if is_column or (isinstance(items, Sequence | Iterator) and not isinstance(items, bytes)):
         return items

@@ -413,7 +413,7 @@ class Running:
             else:
                 plan, waiting, timings = await self.in_pool(check_and_prepare, reading)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
-            self._metrics.truncated.inc(plan.newly_truncated)
+            self._metrics.truncated.inc(plan.truncated - plan.prior.truncated)
             more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0
             self.admission.confirm(permit, waiting.work + more_tokens)
             values = self._future()

@@ -1,4 +1,1 @@
-"""Hidden states to embeddings, logits and scores: poolers, chunk state, heads and MaxSim.
-
-Knows tensors and sequences; knows nothing of models, texts, requests or event loops.
-"""
+"""Hidden states to embeddings and logits. Knows tensors and sequences, not models, texts or requests."""

@@ -27,8 +27,7 @@ class TokenPooling:
     """Merges the token embeddings of sequences in the given roles.
 
     Source: Clavié, Chaffin & Adams 2024, "Reducing the Footprint of Multi-Vector Retrieval with Minimal
-    Performance Impact via Token Pooling" (arXiv 2409.14683); clustered by sentence-transformers.
-    """
+    Performance Impact via Token Pooling" (arXiv 2409.14683); clustered by sentence-transformers."""
 
     method: "HierarchicalTokenPooling"
     roles: frozenset[Role]
@@ -86,8 +85,8 @@ class DispatchPooler:
         self._token_pooling = token_pooling
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> list[Pooled]:
-        """Pools a step; `hidden` is [rows, hidden]. Returns one entry per task with finished sequences. The
-        state of unfinished ones stays until `free`."""
+        """Pools `hidden` [rows, hidden]: one entry per task with finished sequences. Others have state until
+        `free`."""
         pooled = []
         # A prefix runs for its keys and values alone.
         cursor = cursor.select(lambda chunk: not chunk.is_prefix)
@@ -107,11 +106,9 @@ class DispatchPooler:
         return ((sequence, method.comparable(item)) for sequence, item in pooled)
 
     def free(self, sequence_id: int) -> None:
-        """Forgets the state of a sequence."""
         for method in self._methods.values():
             method.free(sequence_id)
 
     @property
     def num_states(self) -> int:
-        """The number of states of unfinished sequences."""
         return sum(method.num_states for method in self._methods.values())

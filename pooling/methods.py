@@ -19,15 +19,13 @@ from maxsimd.scheduler import Chunk, TokenSequence
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingCursor:
-    """The rows of a step's chunks in its hidden states: chunk i is `hidden[starts[i]:][:len(chunk)]`.
-
-    Rows between chunks are padding. All numbers are CPU integers, so pooling never waits for the device."""
+    """The rows of a step's chunks in its hidden states: chunk i is `hidden[starts[i]:][:len(chunk)]`. Others
+    are padding. All numbers are CPU integers, so pooling never waits for the device."""
 
     chunks: tuple[Chunk, ...]
     starts: tuple[int, ...]
 
     def select(self, wanted: Callable[[Chunk], bool]) -> "PoolingCursor":
-        """The cursor of these chunks alone."""
         picked = [i for i, chunk in enumerate(self.chunks) if wanted(chunk)]
         return PoolingCursor(tuple(self.chunks[i] for i in picked), tuple(self.starts[i] for i in picked))
 
@@ -79,10 +77,8 @@ CONCATENATED = "+"
 
 
 class PoolingMethod(ABC):
-    """Pools sequences, whole or in chunks, and owns the state of unfinished ones.
-
-    `head` maps rows [n, hidden] to [n, dim] (projection, classifier, normalization), in float32.
-    """
+    """Pools sequences, whole or in chunks, and has the state of unfinished ones. `head` maps rows [n, hidden]
+    to [n, dim] (projection, classifier, normalization), in float32."""
 
     def __init_subclass__(cls, name: str | None = None, mode: str | None = None) -> None:
         """Registers a method by its `name` and, if it has one, sentence-transformers' `mode`."""
@@ -101,28 +97,22 @@ class PoolingMethod(ABC):
 
     @abstractmethod
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
-        """Pools one step's chunks of this method.
-
-        `hidden` is [rows, hidden]. The result has an item for each chunk that is its sequence's last, in the
-        cursor's order. Steps may be retried: a second call with the same cursor changes nothing more.
-        """
+        """Pools one step's chunks of this method from `hidden` [rows, hidden]: an item for each chunk that is
+        its sequence's last, in order. A second call with the same cursor changes nothing more."""
 
     def comparable(self, item: torch.Tensor) -> torch.Tensor:
         """An item [n, dim] as numbers that can be compared with those of another precision."""
         return item
 
     def free(self, sequence_id: int) -> None:
-        """Forgets the state of a sequence, if there is any."""
         self._states.pop(sequence_id, None)
 
     @property
     def num_states(self) -> int:
-        """The number of unfinished sequences with state here."""
         return len(self._states)
 
     def _keep(self, chunk: Chunk, state: Any) -> None:
-        """Keeps the state of a chunk. Tensors are clones, so that none keeps the step's whole tensor
-        alive."""
+        """Keeps the state of a chunk. Tensors are clones, which do not keep the whole step's alive."""
         self._states.setdefault(chunk.sequence.sequence_id, {})[chunk.start] = state
 
     def _earlier(self, chunk: Chunk) -> list[Any]:
@@ -134,9 +124,8 @@ class PoolingMethod(ABC):
 
 
 class AllPool(PoolingMethod, name="all"):
-    """The projected row of every pooled token: [tokens, dim] per sequence.
-
-    A CPU applies the head to tiles of rows, which stay in its cache."""
+    """The projected row of every pooled token: [tokens, dim] per sequence. A CPU applies the head to tiles of
+    rows, which stay in its cache."""
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         rows, lengths = cursor.pooled_rows()
@@ -249,8 +238,10 @@ class MeanPool(_OneVectorPool, name="mean", mode="mean"):
         rows, lengths = cursor.pooled_rows()
         owner = np.repeat(np.arange(len(lengths)), lengths)
         sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device, dtype=torch.float32)
-        weighted = self._weighted(take_rows(hidden, rows), rows, owner, cursor)
-        sums.index_add_(0, to_device(owner, hidden.device), weighted)
+        values, weights = take_rows(hidden, rows), self._weights(rows, owner, cursor)
+        if weights is not None:
+            values = values * to_device(weights, values.device)[:, None]
+        sums.index_add_(0, to_device(owner, hidden.device), values)
         finished, totals = [], []
         for i, chunk in enumerate(cursor.chunks):
             if not chunk.is_last:
@@ -264,15 +255,11 @@ class MeanPool(_OneVectorPool, name="mean", mode="mean"):
             sums = sums.index_select(0, to_device(np.array(finished, dtype=np.int64), sums.device))
         return self._finish(sums / to_device(np.array(totals, dtype=np.float32), sums.device)[:, None])
 
-    def _weighted(
-        self,
-        values: torch.Tensor,
-        rows: NDArray[np.int64],
-        owner: NDArray[np.int64],
-        cursor: PoolingCursor,
-    ) -> torch.Tensor:
-        """The values times their weights. Value i is of row `rows[i]`, in chunk `owner[i]`."""
-        return values
+    def _weights(
+        self, rows: NDArray[np.int64], owner: NDArray[np.int64], cursor: PoolingCursor
+    ) -> NDArray[np.int64] | None:
+        """The weights of `rows`; row i is in chunk `owner[i]`. None if all count alike."""
+        return None
 
     def _total(self, sequence: TokenSequence) -> float:
         """The sum of a whole sequence's weights."""
@@ -285,16 +272,11 @@ class WeightedMeanPool(MeanPool, name="weighted-mean", mode="weightedmean"):
 
     Source: SGPT, Muennighoff 2022 (arXiv 2202.08904)."""
 
-    def _weighted(
-        self,
-        values: torch.Tensor,
-        rows: NDArray[np.int64],
-        owner: NDArray[np.int64],
-        cursor: PoolingCursor,
-    ) -> torch.Tensor:
+    def _weights(
+        self, rows: NDArray[np.int64], owner: NDArray[np.int64], cursor: PoolingCursor
+    ) -> NDArray[np.int64]:
         first = np.array([chunk.start for chunk in cursor.chunks]) - np.array(cursor.starts)
-        positions = rows + first[owner] + 1 if len(rows) else rows
-        return values * to_device(positions, values.device)[:, None]
+        return rows + first[owner] + 1 if len(rows) else rows
 
     def _total(self, sequence: TokenSequence) -> float:
         pooled = sequence.tokens.pooled_positions
@@ -335,9 +317,8 @@ PASSAGES = "embed_passages"
 
 class PassageMeanPool(PoolingMethod):
     """Late chunking: the text is read as a whole, and the vector of a passage is the mean of its rows, summed
-    in float32: [passages, dim] per sequence, in the order of its payload's `passages`.
-
-    The state of a chunk is the indices of its passages and their sums.
+    in float32: [passages, dim] per sequence, in the order of its payload's `passages`. The state of a chunk
+    is the indices of its passages and their sums.
 
     Source: Günther, Mohr, Williams, Wang & Xiao 2024, "Late Chunking: Contextual Chunk Embeddings Using
     Long-Context Embedding Models" (arXiv 2409.04701)."""
@@ -362,11 +343,7 @@ class PassageMeanPool(PoolingMethod):
             num_tokens = (spans[:, 1] - spans[:, 0]).astype(np.float32)
             finished.append(whole / to_device(num_tokens, hidden.device)[:, None])
             counts.append(len(spans))
-        means = (
-            torch.cat(finished)
-            if finished
-            else torch.zeros(0, hidden.shape[-1], device=hidden.device, dtype=torch.float32)
-        )
+        means = torch.cat([hidden.new_zeros(0, hidden.shape[-1], dtype=torch.float32), *finished])
         return Ragged.from_lengths(self.head(means), counts)
 
 

@@ -1,11 +1,10 @@
-"""Fixed dimensional encodings: one vector per token matrix. Inner products of two approximate MaxSim, so any
-vector store can do the first stage of late interaction.
+"""Fixed dimensional encodings: one vector per token matrix. Their inner products approximate MaxSim.
 
 Source: Dhulipala, Hadian, Jayaram, Lee & Mirrokni 2024, "MUVERA: Multi-Vector Retrieval via Fixed Dimensional
 Encodings" (arXiv 2405.19504).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -14,12 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.ragged import Ragged, runs
 from maxsimd.pooling.vectors import Embedding, Vectors
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-# Normal numbers are rounded to multiples of its inverse: a machine's last bits of logarithm and cosine
-# vanish.
+# Normal numbers are rounded to multiples of its inverse: machines differ in the last bits of a logarithm.
 _NORMAL_STEPS = 65_536
 
 
@@ -32,21 +30,6 @@ def draws(seed: int, stream: int, count: int) -> NDArray[np.uint64]:
     The state of stream t of a seed is draw 1 of the state (draw 1 of the state seed) + t."""
     state = _draw(_draw(np.array([seed], dtype=np.uint64), 1) + np.uint64(stream), 1)
     return _draw(state, np.arange(1, count + 1, dtype=np.uint64))
-
-
-def signs(seed: int, stream: int, count: int) -> NDArray[np.float32]:
-    """1 where the highest bit of a draw is 0, else -1: float32 [count]."""
-    return _signs(draws(seed, stream, count))
-
-
-def signed_choices(
-    seed: int, stream: int, count: int, num_choices: int
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Numbers from 0 to `num_choices` - 1, each the lower 63 bits of a draw modulo that, and signs by the
-    highest bit: int64 and float32, [count] each."""
-    drawn = draws(seed, stream, count)
-    lower = drawn & np.uint64((1 << 63) - 1)
-    return (lower % np.uint64(num_choices)).astype(np.int64), _signs(drawn)
 
 
 def normals(seed: int, stream: int, count: int) -> NDArray[np.float64]:
@@ -62,6 +45,7 @@ def normals(seed: int, stream: int, count: int) -> NDArray[np.float64]:
 
 
 def _signs(drawn: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """1 where the highest bit of a draw is 0, else -1."""
     return np.where(drawn >> np.uint64(63), -1, 1).astype(np.float32)
 
 
@@ -73,8 +57,7 @@ def _draw(state: NDArray[np.uint64], number: NDArray[np.uint64] | int) -> NDArra
     return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
-# The most numbers of an encoding, hyperplanes of a repetition, and random vectors of all repetitions: these
-# take memory for each dimension of a token.
+# The most numbers of an encoding, hyperplanes of a repetition, and random vectors of all repetitions.
 LONGEST, MOST_PLANES, MOST_RANDOM = 262_144, 12, 8_192
 # The most matrices, rows, and numbers of vectors that are encoded together.
 _TOGETHER, _ROWS_TOGETHER, _NUMBERS_TOGETHER = 64, 16_384, 1 << 21
@@ -116,10 +99,10 @@ class Muvera:
     def __post_init__(self) -> None:
         if not 0 <= self.k_sim <= MOST_PLANES:
             raise ValueError(f"k_sim must be from 0 to {MOST_PLANES}, not {self.k_sim}")
-        if self.r_reps < 1:
-            raise ValueError(f"r_reps must be at least 1, not {self.r_reps}")
-        if self.d_proj is not None and self.d_proj < 1:
-            raise ValueError(f"d_proj must be at least 1, not {self.d_proj}; leave it out to project nothing")
+        for name, purpose in (("r_reps", ""), ("d_proj", "project"), ("d_final", "shorten")):
+            if (value := getattr(self, name)) is not None and value < 1:
+                hint = f"; leave it out to {purpose} nothing" if purpose else ""
+                raise ValueError(f"{name} must be at least 1, not {value}{hint}")
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed must be from 0 to 2^64 - 1, not {self.seed}")
         if self.r_reps * (self.k_sim + (self.d_proj or 0)) > MOST_RANDOM:
@@ -132,14 +115,9 @@ class Muvera:
                 f"k_sim, r_reps and d_proj make vectors of {whole} numbers, and at most {LONGEST} are made; "
                 "ask for less of one of them"
             )
-        if self.d_final is not None and self.d_final < 1:
-            raise ValueError(
-                f"d_final must be at least 1, not {self.d_final}; leave it out to shorten nothing"
-            )
 
     def length(self, dim: int) -> int:
-        """The length of an encoding of tokens with `dim` dimensions. Raises ValueError if these do not go
-        with the parameters."""
+        """The length of an encoding of tokens with `dim` dimensions, which must fit the parameters."""
         if self.d_proj is not None and self.d_proj > dim:
             raise ValueError(f"d_proj is {self.d_proj}, but tokens have {dim} dimensions; ask for no more")
         whole = self.whole_length(dim)
@@ -170,7 +148,8 @@ class Muvera:
         length = self.length(dim)
         out = np.empty((len(given), length), dtype=np.float32)
         drawn = _drawn(self, dim)
-        for part in _parts([len(each) for each in given], self.whole_length(dim)):
+        at_once = max(1, min(_TOGETHER, _NUMBERS_TOGETHER // self.whole_length(dim)))
+        for part in runs(map(len, given), _ROWS_TOGETHER, at_once):
             if between is not None:
                 between()
             together = [_rows(each, dim) for each in given[part]]
@@ -242,7 +221,6 @@ class _Drawn:
     sign: torch.Tensor | None
 
     def sketch(self, vectors: torch.Tensor, length: int) -> torch.Tensor:
-        """Vectors [n, whole] shortened to [n, length]."""
         assert self.target is not None
         assert self.sign is not None
         return torch.zeros(len(vectors), length, dtype=torch.float32).index_add_(
@@ -256,12 +234,15 @@ def _drawn(muvera: Muvera, dim: int) -> _Drawn:
     normal = normals(muvera.seed, _HYPERPLANES, reps * muvera.k_sim * dim).reshape(hyperplanes_shape)
     projections = target = sign = None
     if muvera.d_proj is not None:
-        drawn = signs(muvera.seed, _PROJECTIONS, reps * muvera.d_proj * dim)
+        drawn = _signs(draws(muvera.seed, _PROJECTIONS, reps * muvera.d_proj * dim))
         scaled = drawn / np.float32(muvera.d_proj) ** np.float32(0.5)
         projections = _across(scaled.reshape(reps, muvera.d_proj, dim))
     if muvera.d_final is not None:
         whole = muvera.whole_length(dim)
-        target, sign = map(torch.from_numpy, signed_choices(muvera.seed, _SKETCH, whole, muvera.d_final))
+        drawn_numbers = draws(muvera.seed, _SKETCH, whole)
+        lower = drawn_numbers & np.uint64((1 << 63) - 1)
+        target = torch.from_numpy((lower % np.uint64(muvera.d_final)).astype(np.int64))
+        sign = torch.from_numpy(_signs(drawn_numbers))
     return _Drawn(_across(normal), projections, target, sign)
 
 
@@ -271,7 +252,6 @@ def _across(vectors: NDArray[Any]) -> tuple[torch.Tensor, ...]:
 
 
 def _rows(given: Vectors, dim: int) -> torch.Tensor:
-    """The rows of a matrix in float32."""
     if given.values.ndim == 2 and given.values.shape == (0, dim):
         return torch.zeros(0, dim, dtype=torch.float32)
     try:
@@ -279,15 +259,3 @@ def _rows(given: Vectors, dim: int) -> torch.Tensor:
     except ValueError as error:
         raise ValueError(f"a token matrix {error}") from None
     return rows.float() if scales is None else rows * scales[:, None]
-
-
-def _parts(lengths: Sequence[int], numbers: int) -> Iterator[slice]:
-    """Runs of matrices that are encoded together. Each gives a vector of so many `numbers`."""
-    first = rows = 0
-    most = max(1, min(_TOGETHER, _NUMBERS_TOGETHER // numbers))
-    for i, length in enumerate(lengths):
-        if i > first and (i - first == most or rows + length > _ROWS_TOGETHER):
-            yield slice(first, i)
-            first, rows = i, 0
-        rows += length
-    yield slice(first, len(lengths))

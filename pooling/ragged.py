@@ -1,6 +1,6 @@
 """Ragged items as flat rows, with offsets on the CPU, and copies between host and device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -48,7 +48,6 @@ class Ragged:
 
     @classmethod
     def one_row_each(cls, values: torch.Tensor) -> "Ragged":
-        """Each row of `values` as an item."""
         return cls(values, np.arange(len(values) + 1))
 
     @classmethod
@@ -158,7 +157,8 @@ def join_into(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         torch.cat(list(parts), out=out)
         return
     done = 0
-    for piece in _pieces(parts, _PIECE_BYTES):
+    for together in runs((part.nbytes for part in parts), _PIECE_BYTES):
+        piece = list(parts[together])
         rows = sum(part.shape[0] for part in piece)
         pinned = torch.empty(rows, *out.shape[1:], dtype=out.dtype, pin_memory=True)
         torch.cat(piece, out=pinned)
@@ -166,26 +166,24 @@ def join_into(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         done += rows
 
 
-def _pieces(parts: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
-    """Runs of parts of at most `most` bytes together, or of one larger part."""
-    piece: list[torch.Tensor] = []
-    room = most
-    for part in parts:
-        if piece and part.nbytes > room:
-            yield piece
-            piece, room = [], most
-        piece.append(part)
-        room -= part.nbytes
-    if piece:
-        yield piece
+def runs(sizes: Iterable[float], most: float, most_items: int | None = None) -> Iterator[slice]:
+    """Divides items of these sizes into runs of at most `most` and `most_items`, or of one larger item."""
+    first = count = 0
+    together = 0.0
+    for count, size in enumerate(sizes, 1):
+        if count - 1 > first and (together + size > most or count - 1 - first == most_items):
+            yield slice(first, count - 1)
+            first, together = count - 1, 0
+        together += size
+    if count:
+        yield slice(first, count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
     """Items anywhere among the rows of one tensor: item i is `values[starts[i]:stops[i]]`.
 
-    `values` is [rows, dim] with `scales` as in `Ragged`; the bounds are int64 [items], on the CPU. Rows may
-    belong to several items or to none."""
+    `values` and `scales` are as in `Ragged`; the bounds are int64 [items], on the CPU. Items may overlap."""
 
     values: torch.Tensor
     starts: NDArray[np.int64]

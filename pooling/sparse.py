@@ -5,7 +5,6 @@ A sparse vector is an item [entries, 2] in float32: a word's id, each once, and 
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.pooling.methods import Head, PoolingCursor, PoolingMethod, take_rows
-from maxsimd.pooling.ragged import Ragged, offsets_of, to_device
+from maxsimd.pooling.ragged import Ragged, offsets_of, runs, to_device
 from maxsimd.scheduler import Role, TokenSequence
 
 # The columns of an item.
@@ -50,10 +49,8 @@ class WordsHead(ABC):
 
 
 class WordsPool(PoolingMethod):
-    """Pools a number for each word and token into one sparse vector per sequence.
-
-    It works on a few rows at a time: a whole step's numbers for a large vocabulary would take gigabytes.
-    The state of a chunk is one number per word."""
+    """Pools a number for each word and token into one sparse vector per sequence, a few rows at a time: a
+    whole step's numbers would take gigabytes. The state of a chunk is one number per word."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
@@ -76,10 +73,9 @@ class WordsPool(PoolingMethod):
         return sequence.payload.role in self._head.static_roles
 
     def _looked_up(self, sequences: list[TokenSequence]) -> Ragged:
-        """The static weights of each sequence's tokens."""
         weights = self._head.static_weights
         assert weights is not None
-        tokens = [np.unique(_pooled_ids(sequence)) for sequence in sequences]
+        tokens = [np.unique(sequence.tokens.pooled_ids.astype(np.int64)) for sequence in sequences]
         found = [weights[to_device(each, weights.device)] for each in tokens]
         items = [
             torch.stack([to_device(ids, part.device).float(), part], dim=1)[part != 0]
@@ -92,12 +88,12 @@ class WordsPool(PoolingMethod):
         rows, lengths = cursor.pooled_rows()
         parts: list[Ragged] = []
         start = 0
-        for first, last in _groups(lengths, self._most_rows):
-            of_group = lengths[first:last]
+        for group in runs(lengths, self._most_rows, self._most_rows):
+            of_group = lengths[group]
             stop = start + sum(of_group)
             finished = []
             pooled = self._pooled(hidden, rows[start:stop], of_group)
-            for chunk, part in zip(cursor.chunks[first:last], pooled, strict=True):
+            for chunk, part in zip(cursor.chunks[group], pooled, strict=True):
                 if chunk.is_last:
                     finished.append(self._joined([*self._earlier(chunk), part]))
                 else:
@@ -127,8 +123,12 @@ class WordsPool(PoolingMethod):
         """Reduces the numbers of some tokens [n, words] to one per word, [words]."""
 
     @abstractmethod
+    def _over(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Reduces numbers [n, words] to one per word, [words]."""
+
     def _joined(self, reduced: list[torch.Tensor]) -> torch.Tensor:
         """Reduces the results of several runs of tokens to one number per word."""
+        return reduced[0] if len(reduced) == 1 else self._over(torch.stack(reduced))
 
     @abstractmethod
     def _finished(self, pooled: torch.Tensor) -> torch.Tensor:
@@ -143,10 +143,10 @@ class MaxWordsPool(WordsPool, name="max-words"):
     def _reduced(self, numbers: torch.Tensor) -> torch.Tensor:
         if not len(numbers):
             return numbers.new_full((self._head.num_words,), -torch.inf)
-        return numbers.amax(dim=0)
+        return self._over(numbers)
 
-    def _joined(self, reduced: list[torch.Tensor]) -> torch.Tensor:
-        return reduced[0] if len(reduced) == 1 else torch.stack(reduced).amax(dim=0)
+    def _over(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.amax(dim=0)
 
     def _finished(self, pooled: torch.Tensor) -> torch.Tensor:
         return self._head.weights(pooled)
@@ -158,10 +158,10 @@ class SumWordsPool(WordsPool, name="sum-words"):
     Source: SPLADE, Formal et al. 2021 (arXiv 2107.05720), eq. 1."""
 
     def _reduced(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self._head.weights(numbers).sum(dim=0)
+        return self._over(self._head.weights(numbers))
 
-    def _joined(self, reduced: list[torch.Tensor]) -> torch.Tensor:
-        return reduced[0] if len(reduced) == 1 else torch.stack(reduced).sum(dim=0)
+    def _over(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.sum(dim=0)
 
     def _finished(self, pooled: torch.Tensor) -> torch.Tensor:
         return pooled
@@ -189,13 +189,6 @@ class GivenWords(WordsHead):
         return numbers
 
 
-def _pooled_ids(sequence: TokenSequence) -> NDArray[np.int64]:
-    """The ids of the pooled tokens."""
-    tokens = sequence.tokens
-    positions = tokens.pooled_positions
-    return (tokens.ids if positions is None else tokens.ids[positions]).astype(np.int64)
-
-
 def entries_of(weights: torch.Tensor, most: int | None = None) -> Ragged:
     """The words with a weight other than 0 in each row of `weights` [n, words], at most the `most` heaviest.
     Waits for the device, which alone knows their number."""
@@ -211,18 +204,6 @@ def dense_of(item: torch.Tensor, num_words: int) -> torch.Tensor:
     """An item [entries, 2] as the weights of all words, [num_words]."""
     weights = torch.zeros(num_words, device=item.device, dtype=torch.float32)
     return weights.index_put((item[:, 0].long(),), item[:, 1])
-
-
-def _groups(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
-    """Runs of at most `most` chunks with at most `most` rows together, or of one larger chunk."""
-    first, rows = 0, 0
-    for i, length in enumerate(lengths):
-        if i > first and (rows + length > most or i - first == most):
-            yield first, i
-            first, rows = i, 0
-        rows += length
-    if lengths:
-        yield first, len(lengths)
 
 
 class TokenWeights(ABC):
@@ -245,8 +226,7 @@ class HybridHead(TokenWeights):
 
 
 class _WholeSequences(PoolingMethod):
-    """Base of the methods that read all tokens of a sequence, pooled or not. The state of a chunk is its
-    rows."""
+    """Base of the methods that read all tokens, pooled or not. The state of a chunk is its rows."""
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         finished, parts = [], []
@@ -323,8 +303,7 @@ def heaviest_of(
     words: NDArray[np.int64] | None = None,
 ) -> Heaviest:
     """The distinct tokens without `weightless` ids; with `words`, the distinct words. `weights` [all tokens]
-    are those of the sequences' tokens, end to end. The CPU knows the ids, so this does not wait for the
-    device."""
+    are those of the sequences' tokens, end to end. This does not wait for the device."""
     offsets = offsets_of([len(sequence) for sequence in sequences])
     ids, first, inverse, counts = [], [], [], []
     num_entries = 0

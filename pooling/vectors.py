@@ -16,10 +16,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 class Vectors:
     """The embedding of a query or a document in place of its text: a numpy array or torch tensor,
     [tokens, dim] for late interaction and [dim] where a text has one vector, in float32, float16, bfloat16 or
-    int8 (float64 becomes float32).
-
-    int8 numbers are multiplied by `scales`, one per vector. Nothing is copied or checked until it is
-    scored."""
+    int8 (float64 becomes float32). int8 numbers are multiplied by `scales`, one per vector. Nothing is copied
+    or checked until it is scored."""
 
     values: Numbers
     scales: Numbers | float | None = None
@@ -41,9 +39,8 @@ class Vectors:
         return _largest(_as_tensor(self.values)) * scale
 
     def as_rows(self, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The vectors as contiguous rows [n, dim] on the CPU, with scales [n] if they are int8. Rows may be
-        not finite. Raises ValueError for another shape or kind of numbers, and for scales that are not
-        finite."""
+        """The vectors as contiguous rows [n, dim] on the CPU, perhaps not finite, with scales [n] if they are
+        int8. Raises ValueError for another shape or kind of numbers, and for scales that are not finite."""
         rows = _as_tensor(self.values)
         if rows.dim() == 1:
             rows = rows[None]

@@ -339,14 +339,14 @@ class CachedBatch:
 
     `price` is the number of tokens that the device runs in the same time. They are scored in the step of the
     query `waits_for` or later, or in any step against `given_query`, the embedding that the request brought.
-    `query_part` are the first row of the query and the row after the last; None is its end."""
+    `query_part` is the part of a long query: its first row and the row after its last."""
 
     request_id: int
     waits_for: int
     price: int
     documents: Any
     given_query: Any = None
-    query_part: tuple[int, int | None] | None = None
+    query_part: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.price < 1 or not len(self.documents):

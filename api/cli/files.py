@@ -109,10 +109,10 @@ field_option = click.option(
 
 def truncation_of(long_documents: str) -> "Truncation":
     """The engine's option of `--long-documents`, which errors name."""
-    from maxsimd.engine.requests import TruncationWords, as_truncation  # late: loads torch
+    from maxsimd.engine.requests import OptionNames, as_truncation  # late: loads torch
 
-    words = TruncationWords("--long-documents truncate")
-    return replace(as_truncation(_TRUNCATION[long_documents]), words=words)
+    names = OptionNames("--long-documents truncate")
+    return replace(as_truncation(_TRUNCATION[long_documents]), option_names=names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,7 @@ from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.scoring.scorer import (
     Arrival,
     CachedDocuments,
-    CacheHit,
     DocumentScorer,
-    Duplicate,
     Output,
     RequestFailure,
     Result,
@@ -242,9 +240,9 @@ class RunnerActor(Actor[RunnerMessage]):
             if key is None or not chunk.is_whole:
                 new.append(chunk)
             elif key in coming:
-                skipped.append(Duplicate(chunk.sequence))
+                skipped.append(SkippedSequence(chunk.sequence))
             elif (entry := self._look_up(key)) is not None:
-                skipped.append(CacheHit(chunk.sequence, entry))
+                skipped.append(SkippedSequence(chunk.sequence, entry))
             else:
                 coming.add(key)
                 new.append(chunk)

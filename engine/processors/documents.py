@@ -1,13 +1,11 @@
-"""Documents that are encoded without their query: cached, sent as embeddings, or to run as windows or a
-page.
-"""
+"""Documents that are encoded without their query: cached, sent as embeddings, or to run."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.maxsim import first_not_finite
 from maxsimd.engine.processors.pages import PageBuilder
 from maxsimd.engine.processors.processor import RequestIds
-from maxsimd.engine.processors.text.builder import BuiltText, InputName, LongInputs, TextBuilder
+from maxsimd.engine.processors.text.builder import BuiltText, InputName, TextBuilder
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.engine.workers import called_on_each, yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
@@ -29,88 +27,62 @@ from maxsimd.scheduler import Tokens
 
 # Documents checked before smaller work gets its turn.
 _AT_ONCE = 64
+# Part of the keys of caches on disk, as "a picture" below.
+_AS_IT_IS = "as it is"
 # Products of two rows up to this are finite in every precision.
 _USUAL = torch.finfo(torch.float16).max
-# What a scale multiplies at most.
+# The largest number that an int8 embedding's scale multiplies.
 _INT8_MAX = 127
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Document:
+class Document:
+    """A document for query `query`: to run through its `windows` and cache under `cache_key`, if any, or with
+    an `embedding` that is cached or was sent. To be explained, the latter has its windows too."""
+
     query: int
     windows: list[BuiltText]
+    embedding: CachedEmbedding | None = None
+    cache_key: bytes | None = None
 
     @property
     def tokens_of_page(self) -> Tokens | None:
         """The tokens of a document with pictures."""
         return self.windows[0].tokens if self.windows and self.windows[0].tokens.images else None
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DocumentInCache(_Document):
-    """A document whose embedding is cached or was sent, for query `query`. To be explained, it has the
-    `windows` through which it was read."""
-
-    embedding: CachedEmbedding
-    # Number of times that it uses its query's embedding.
-    num_consumers: ClassVar[int] = 1
-
     @property
     def truncated(self) -> bool:
-        return self.embedding.truncated
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that were run when it was cached."""
-        return self.embedding.tokens
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether tokens were run for it."""
-        return self.tokens > 0
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.embedding.rows)
-
-    @property
-    def window_rows(self) -> tuple[int, ...]:
-        """The vectors of each window."""
-        if not self.windows:
-            return (len(self.embedding.rows),)
-        return tuple(window.num_rows for window in self.windows)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DocumentToRun(_Document):
-    """A document for query `query` to run through its `windows` and cache under `cache_key`, if any."""
-
-    cache_key: bytes | None
-    is_cached: ClassVar[bool] = False
-
-    @property
-    def truncated(self) -> bool:
+        if self.embedding is not None:
+            return self.embedding.truncated
         return any(window.truncated for window in self.windows)
 
     @property
     def num_consumers(self) -> int:
-        """Number of times that it uses its query's embedding: once per window."""
-        return len(self.windows)
+        """Number of times that it uses its query's embedding: once per window to run."""
+        return len(self.windows) if self.embedding is None else 1
 
     @property
     def tokens(self) -> int:
+        """Tokens that are run, or were when it was cached."""
+        if self.embedding is not None:
+            return self.embedding.tokens
         return sum([len(window.tokens) for window in self.windows])
 
     @property
+    def is_cached(self) -> bool:
+        """Whether tokens were run for its embedding."""
+        return self.embedding is not None and self.embedding.tokens > 0
+
+    @property
     def num_rows(self) -> int:
-        return sum([window.num_rows for window in self.windows])
+        return sum(self.window_rows) if self.embedding is None else len(self.embedding.rows)
 
     @property
     def window_rows(self) -> tuple[int, ...]:
-        return tuple(window.num_rows for window in self.windows)
-
-
-Document: TypeAlias = DocumentInCache | DocumentToRun
+        """The vectors of each window."""
+        if self.embedding is not None and not self.windows:
+            return (len(self.embedding.rows),)
+        return tuple([window.num_rows for window in self.windows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,23 +111,15 @@ class CacheKeys:
 
 
 class CacheLookup:
-    """Looks up the documents of one request. With `refresh`, cached entries are dropped instead.
+    """Looks up one request's documents, which `builder` reads. With `refresh`, cached entries are dropped
+    instead. Entries of one `owner` are invisible to others."""
 
-    `own_length` is how much of a document the checkpoint reads, None for all. Entries of one `owner` are
-    invisible to others."""
-
-    def __init__(
-        self,
-        cache: EmbeddingCache,
-        refresh: bool,
-        long_inputs: LongInputs,
-        own_length: int | None,
-        owner: str,
-    ) -> None:
+    def __init__(self, cache: EmbeddingCache, refresh: bool, builder: TextBuilder, owner: str) -> None:
         self._cache = cache
         self._refresh = refresh
-        self._long_inputs = long_inputs
-        self._own_length = own_length
+        self._long_inputs = builder.long_inputs
+        # How much of a document the checkpoint reads, None for all.
+        self._own_length = builder.own_length
         self._owned = f" for {owner!r}" if owner else ""
 
     def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
@@ -170,18 +134,15 @@ class CacheLookup:
             self._cache.count(hits, len(found) - hits)
         return found
 
-    def page_key(self, digest: bytes) -> bytes:
-        """Returns the key of a picture, by the digest of its pixels."""
-        return self._cache.key(digest.hex(), "a picture" + self._owned)
-
-    def find_page(self, key: bytes) -> CachedEmbedding | None:
-        """Returns the embedding of a picture, if cached. Counts a hit or a miss."""
+    def find_page(self, digest: bytes) -> tuple[bytes, CachedEmbedding | None]:
+        """Returns the key of a picture with this digest, and its cached embedding. Counts a hit or a miss."""
+        key = self._key(digest.hex(), "a picture")
         if self._refresh:
             self._cache.drop(key)
-            return None
+            return key, None
         entry = self._cache.get(key)
         self._cache.count(int(entry is not None), int(entry is None))
-        return entry
+        return key, entry
 
     def key_for(self, keys: CacheKeys, windows: Sequence[BuiltText]) -> bytes:
         """Returns the key for a document that is read through `windows`."""
@@ -189,53 +150,37 @@ class CacheLookup:
         return keys.plain if whole and self._is_plain(len(windows[0].tokens)) else keys.as_requested
 
     def _find(self, text: str) -> CachedEmbedding | CacheKeys:
-        plain_key = self._plain_key(text)
+        plain_key = self._key(text, _AS_IT_IS)
         if self._long_inputs.max_document_tokens is None:
             plain = self._cache.get(plain_key)
             if plain is not None and plain.tokens <= self._long_inputs.limit and self._is_plain(plain.tokens):
                 return plain
-        keys = CacheKeys(plain_key, self._key_as_requested(text))
+        keys = CacheKeys(plain_key, self._key(text, self._long_inputs.signature))
         entry = self._cache.get(keys.as_requested)
         return keys if entry is None else entry
 
     def _drop(self, text: str) -> CacheKeys:
-        keys = CacheKeys(self._plain_key(text), self._key_as_requested(text))
+        keys = CacheKeys(self._key(text, _AS_IT_IS), self._key(text, self._long_inputs.signature))
         self._cache.drop(keys.plain)
         self._cache.drop(keys.as_requested)
         return keys
 
-    # The strings below are part of the keys of caches on disk.
-
-    def _plain_key(self, text: str) -> bytes:
-        return self._cache.key(text, "as it is" + self._owned)
-
-    def _key_as_requested(self, text: str) -> bytes:
-        return self._cache.key(text, self._long_inputs.signature + self._owned)
+    def _key(self, text: str, how: str) -> bytes:
+        return self._cache.key(text, how + self._owned)
 
     def _is_plain(self, tokens: int) -> bool:
-        """Whether any request would read a document of this many tokens alike. One of the checkpoint's own
-        length may have been truncated to it."""
+        """Whether any request reads a document alike. One of the checkpoint's own length may be truncated."""
         if self._long_inputs.max_document_tokens is not None:
             return False
         return self._own_length is None or tokens < self._own_length or self._long_inputs.truncates_as_usual
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _NewPage:
-    """A content with pictures that is not cached, and the key to cache it under."""
-
-    built: BuiltText
-    cache_key: bytes | None
-
-
 # A document before its text is tokenized: its embedding, its keys, or its page; None if no cache is in use.
-_Found: TypeAlias = CachedEmbedding | CacheKeys | DocumentInCache | _NewPage | None
+_Found: TypeAlias = CachedEmbedding | CacheKeys | Document | None
 
 
 class DocumentReader:
-    """Reads the documents of one request: checks sent embeddings, finds cached ones, and builds windows and
-    pages.
-
+    """Reads the documents of one request: checks sent embeddings, finds cached ones, and builds the others.
     `lookup` is None if no cache is in use, and `pages` if the model reads only text."""
 
     def __init__(
@@ -251,10 +196,8 @@ class DocumentReader:
         self._pages = pages
 
     def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
-        """Reads each different document once.
-
-        Raises InvalidRequestError for a document that is too long, and RequestTooLargeError as soon as
-        windows have too many tokens."""
+        """Reads each different document once. Raises InvalidRequestError for a document that is too long, and
+        RequestTooLargeError as soon as windows have too many tokens."""
         positions: dict[tuple[int, Item], int] = {}
         firsts: list[int] = []
         position_of = []
@@ -265,35 +208,34 @@ class DocumentReader:
                 firsts.append(i)
             position_of.append(positions[pair])
         found = self._find({i: request.documents[i] for i in firsts}, ids, bool(request.explain))
-        texts = {i: text for i in firsts if isinstance(text := request.documents[i], str)}
         # Documents to explain need their tokens even if nothing is run.
         missing = {
             i: text
-            for i, text in texts.items()
-            if request.explain or not isinstance(found[i], CachedEmbedding)
+            for i in firsts
+            if isinstance(text := request.documents[i], str)
+            and (request.explain or not isinstance(found[i], CachedEmbedding))
         }
-        encoded = dict(
-            zip(missing, self.builder.encode_for_windows([*missing.values()], missing), strict=True)
-        )
+        encoded = dict(zip(missing, self.builder.encode([*missing.values()], missing), strict=True))
         different: list[Document] = []
         num_tokens = 0
         for first, entry in found.items():
             query = request.query_of(first)
             windows = self.builder.windows(encoded.pop(first), first) if first in encoded else []
-            if isinstance(entry, DocumentInCache):
-                different.append(replace(entry, query=query))
-            elif isinstance(entry, _NewPage):
-                num_tokens += len(entry.built.tokens)
-                ids.check_tokens(num_tokens)
-                different.append(DocumentToRun(query, [entry.built], entry.cache_key))
+            if isinstance(entry, Document):
+                document = replace(entry, query=query)
             elif isinstance(entry, CachedEmbedding):
-                different.append(DocumentInCache(query, windows, entry))
+                document = Document(query, windows, entry)
             else:
-                num_tokens += sum([len(window.tokens) for window in windows])
-                if len(windows) > 1:
-                    # Windows multiply a document's tokens.
+                key = None
+                if self._lookup is not None and entry is not None:
+                    key = self._lookup.key_for(entry, windows)
+                document = Document(query, windows, cache_key=key)
+            if document.embedding is None:
+                num_tokens += document.tokens
+                if len(document.windows) > 1 or document.tokens_of_page is not None:
+                    # Windows multiply a document's tokens, and a few bytes may be many pages.
                     ids.check_tokens(num_tokens)
-                different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
+            different.append(document)
         return Documents(different, position_of, firsts)
 
     def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
@@ -310,34 +252,24 @@ class DocumentReader:
         with closing(called_on_each(lambda each: self._page(*each, ids, explain), contents)) as pages:
             for (i, _), page in zip(contents, pages, strict=True):
                 found[i] = page
-                if isinstance(page, _NewPage):
-                    # A few bytes may be many pages, so refuse too many before all are read.
-                    num_tokens += len(page.built.tokens)
+                if page.embedding is None:  # refuse too many before all are read
+                    num_tokens += page.tokens
                     ids.check_tokens(num_tokens)
         return {i: found[i] for i in documents}
 
-    def _page(self, index: int, content: Content, ids: RequestIds, explain: bool) -> _Found:
+    def _page(self, index: int, content: Content, ids: RequestIds, explain: bool) -> Document:
         """Reads one content; the pixels of its pictures are in memory only meanwhile."""
         assert self._pages is not None
         name = InputName("documents", index)
         opened = self._pages.opened(content, name)
-        key = None
-        if self._lookup is not None:
-            key = self._lookup.page_key(opened.digest)
-            if (entry := self._lookup.find_page(key)) is not None:
-                built = [self._pages.built(opened, self.builder.rules, name, ids)] if explain else []
-                return DocumentInCache(0, built, entry)
-        return _NewPage(self._pages.built(opened, self.builder.rules, name, ids), key)
-
-    def _cache_key(self, keys: _Found, windows: list[BuiltText]) -> bytes | None:
-        if self._lookup is None or not isinstance(keys, CacheKeys):
-            return None
-        return self._lookup.key_for(keys, windows)
+        key, entry = (None, None) if self._lookup is None else self._lookup.find_page(opened.digest)
+        if entry is not None and not explain:
+            return Document(0, [], entry)
+        return Document(0, [self._pages.built(opened, self.builder.rules, name, ids)], entry, key)
 
 
 class GivenVectors:
-    """Checks embeddings for one model, of at most `most` vectors each, that are compared in `dtype`. Raises
-    InvalidRequestError."""
+    """Checks embeddings that callers send: of at most `most` vectors each, and compared in `dtype`."""
 
     def __init__(self, model: LoadedModel, most: int | None, dtype: torch.dtype) -> None:
         self._model = model
@@ -410,10 +342,8 @@ class GivenVectors:
 def overflow_error(
     request: ScoreRequest, document: int, largest_of_queries: Mapping[int, float]
 ) -> InvalidRequestError | None:
-    """Returns the error for the embedding that makes a document's score infinite or NaN; None if no embedding
-    was sent or the numbers are too small for that.
-
-    `largest_of_queries` has the largest number of each query that was sent."""
+    """Returns the error for a sent embedding that makes a document's score infinite or NaN; None if there is
+    none. `largest_of_queries` has the largest number of each query that was sent."""
     query = request.query_of(document)
     largest: dict[tuple[str, int], float] = {}
     dim = 0

@@ -1,13 +1,12 @@
 """Dual encoders (late interaction, bi-encoders, sparse models): queries and documents are encoded separately.
 
-Late interaction: score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab and Zaharia 2020, arXiv
-2004.12832).
+Late interaction: score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab, Zaharia; arXiv 2004.12832).
 """
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -21,16 +20,13 @@ from maxsimd.engine.media import Content
 from maxsimd.engine.processors.documents import (
     CacheLookup,
     Document,
-    DocumentInCache,
     DocumentReader,
     Documents,
-    DocumentToRun,
     GivenVectors,
     overflow_error,
 )
 from maxsimd.engine.processors.pages import PageBuilder, maps_of, page_builder, patch_of
 from maxsimd.engine.processors.processor import (
-    NO_PRIOR_ENCODING,
     Plan,
     PriorEncoding,
     Processor,
@@ -40,7 +36,6 @@ from maxsimd.engine.processors.processor import (
     ScoreProcessor,
     Scores,
     check_explained_lines,
-    with_window_scores,
 )
 from maxsimd.engine.processors.text.builder import (
     BuiltText,
@@ -56,6 +51,7 @@ from maxsimd.engine.scoring.scorer import EXPLAINED, CachedDocument, CachedDocum
 from maxsimd.engine.scoring.similarity import matches_of, similarities_of
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
+from maxsimd.pooling.ragged import runs
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Role, TokenSequence, Window
 
@@ -78,8 +74,8 @@ class BatchLimits:
     documents: int
 
 
-# A part of a query's rows as (start, stop or None, number of rows); None for all rows.
-Part: TypeAlias = tuple[int, int | None, int] | None
+# A part of a query's rows: the first, and the one after the last; None for all rows.
+Part: TypeAlias = tuple[int, int] | None
 
 ON_HOST = BatchLimits(16_384, 512)
 # On the device a batch costs little more than its launch. Embeddings that must be copied first take 128 MiB a
@@ -89,12 +85,11 @@ IN_SLAB = BatchLimits(262_144, 4096)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """A query under its sequence id: built from text or pictures, or sent as rows [tokens, dim], perhaps
-    encoded by an earlier request (`prior`)."""
+    """A query by its sequence id: built here, or sent as rows [tokens, dim], `prior` if encoded earlier."""
 
     id: int
     built: BuiltText | torch.Tensor
-    prior: PriorEncoding = NO_PRIOR_ENCODING
+    prior: PriorEncoding
 
     @property
     def given(self) -> torch.Tensor | None:
@@ -156,34 +151,25 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
             model=self._model,
         )
 
-    def shortest_sequences(self) -> dict[str, int]:
-        return {"a query": shortest_text(self._model.query, self._tokenizer)}
-
     def builder(self, request: ScoreRequest, long_inputs: LongInputs) -> TextBuilder:
-        """Returns the builder of the request's query texts."""
         rules = self._model.query
         if request.instruction is not None:
             rules = rules.instructed(request.instruction)
-        return TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
+        return TextBuilder(self._tokenizer, rules, long_inputs, "queries")
 
     def read(self, request: ScoreRequest, builder: TextBuilder, ids: RequestIds) -> list[Query]:
         texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
         encoded = builder.encode([*texts.values()], texts)
         built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
         built |= self._read_pages(request, builder.rules, ids)
-        return [
-            self._given_query(query, i, ids)
-            if isinstance(query, Vectors)
-            else Query(ids.next_sequence_id(), built[i])
-            for i, query in enumerate(request.queries)
-        ]
-
-    def _given_query(self, vectors: Vectors, index: int, ids: RequestIds) -> Query:
-        rows = self._given.query(vectors, index)
-        prior = NO_PRIOR_ENCODING
-        if isinstance(vectors, QueryRows):
-            prior = PriorEncoding(vectors.tokens, int(vectors.truncated))
-        return Query(ids.next_sequence_id(), rows, prior)
+        queries = []
+        for i, query in enumerate(request.queries):
+            rows = self._given.query(query, i) if isinstance(query, Vectors) else built[i]
+            prior = PriorEncoding()
+            if isinstance(query, QueryRows):
+                prior = PriorEncoding(query.tokens, int(query.truncated))
+            queries.append(Query(ids.next_sequence_id(), rows, prior))
+        return queries
 
     def _read_pages(self, request: ScoreRequest, rules: RoleRules, ids: RequestIds) -> dict[int, BuiltText]:
         """Returns the queries with pictures, by their index."""
@@ -200,11 +186,9 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DualEncoderPlan(ScorePlan):
-    """The values of different document i are `first_values[i]` to `first_values[i + 1]`.
-
-    With `windows_as_one` they are summed, one for each part of a long query, and `query_rows` has the
-    token vectors of each document's query. Else there is one for each window, and the best counts.
-    `largest` has the largest number of each query that was sent as an embedding."""
+    """The values of different document i are `first_values[i]` to `first_values[i + 1]`. With
+    `windows_as_one` they are summed, one for each part of a long query, and `query_rows` has the token
+    vectors of each document's query. Else there is one for each window, and the best counts."""
 
     documents: Documents
     first_values: Sequence[int]
@@ -212,10 +196,12 @@ class DualEncoderPlan(ScorePlan):
     query_rows: NDArray[np.int64] | None
     # The largest number of each query that was sent as an embedding, by its index.
     largest: Mapping[int, float]
-    explainer: "MatchExplainer | None" = None
+    # The queries and documents, if scores are explained; of means of similarities, not sums, if `is_mean`.
+    texts: "tuple[FieldTexts, FieldTexts] | None" = None
+    is_mean: bool = False
 
     def raw_scores(self, values: Sequence[Value | None]) -> Scores:
-        if self.explainer is not None:
+        if self.texts is not None:
             # Matches stand behind the score.
             values = [float(value.flat[0]) if isinstance(value, np.ndarray) else value for value in values]
         position_of = self.documents.position_of
@@ -244,13 +230,16 @@ class DualEncoderPlan(ScorePlan):
     def explanations(
         self, values: Sequence[Value | None], documents: Iterable[int]
     ) -> dict[int, Explanation]:
-        assert self.explainer is not None
+        # Equal documents share one.
+        of_position: dict[int, Explanation | None] = {}
         explained: dict[int, Explanation] = {}
         for document in documents:
             yield_to_smaller()
-            explanation = self.explainer.explain(values, document)
-            if explanation is not None:
-                explained[document] = self._with_final_windows(explanation, document)
+            position = self.documents.position_of[document]
+            if position not in of_position:
+                of_position[position] = self._explain(values, document)
+            if (explanation := of_position[position]) is not None:
+                explained[document] = explanation
         return explained
 
     def explanation_size(self, documents: Iterable[int]) -> int:
@@ -266,14 +255,84 @@ class DualEncoderPlan(ScorePlan):
         """Returns which different document a value is of."""
         return bisect_right(self.first_values, value) - 1
 
-    def _with_final_windows(self, explanation: Explanation, document: int) -> Explanation:
-        if not explanation.windows:
-            return explanation
-        scores = np.array([window.score for window in explanation.windows], dtype=np.float32)
-        if self.normalization is not None:
-            rows = None if self.query_rows is None else np.full(len(scores), self.query_rows[document])
-            scores = self.normalization.apply(scores, rows)
-        return with_window_scores(explanation, scores)
+    def _explain(self, values: Sequence[Value | None], index: int) -> Explanation | None:
+        """Explains document `index` of the request; None if it has no score."""
+        assert self.texts is not None
+        _, of_documents = self.texts
+        position = self.documents.position_of[index]
+        document = self.documents.different[position]
+        first = self.first_values[position]
+        value = values[first]
+        maps: tuple[NDArray[np.float32], ...] = ()
+        similarities: NDArray[np.float32] | None = None
+        document_tokens: tuple[str | None, ...] = ()
+        if isinstance(value, np.ndarray):
+            rows = document.window_rows
+            tokens = document.tokens_of_page
+            how = Explained(rows, with_map=self.request.maps)
+            # One for each part of a long query.
+            parts = values[first : self.first_values[position + 1]]
+            if any(part is None for part in parts):
+                return None
+            found = np.concatenate([matches_of(np.asarray(part), how) for part in parts])
+            if how.with_map:
+                of_all = np.concatenate([similarities_of(np.asarray(part), how) for part in parts])
+                if tokens is not None:
+                    maps = maps_of(tokens, of_all)
+                else:
+                    similarities, num_rows = of_all, of_all.shape[1]
+                    document_tokens = tuple([of_documents.token(index, i)[0] for i in range(num_rows)])
+            sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
+            # A window without a vector has the score of an empty document.
+            scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
+            there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])  # [Lq, windows]
+            matches = self._matches(index, found[np.arange(len(found)), there.argmax(axis=1)])
+        else:
+            scores = values[first : first + document.num_consumers]
+            matches = ()
+        if None in scores:
+            return None
+        windows: list[WindowScore] = []
+        rows_of = of_documents.rows(index) if len(scores) > 1 or document.truncated else None
+        if rows_of is not None and len(scores) > 1:
+            extents = [origins.extent or (0, 0) for origins in rows_of[0]]
+            final = np.array(scores, dtype=np.float32)
+            if self.normalization is not None:
+                query_rows = None if self.query_rows is None else self.query_rows[[index] * len(final)]
+                final = self.normalization.apply(final, query_rows)
+            windows = [WindowScore(*each) for each in zip(extents, final.tolist(), strict=True)]
+        read_span = rows_of[1].extent if rows_of is not None and document.truncated else None
+        return Explanation(
+            document.tokens,
+            document.truncated,
+            document.is_cached,
+            matches,
+            tuple(windows),
+            maps,
+            read_span,
+            similarities,
+            document_tokens,
+        )
+
+    def _matches(self, index: int, best: NDArray[np.float32]) -> tuple[TokenMatch, ...]:
+        """Returns a document's matches; `best` [Lq, 2] has the row and similarity of each."""
+        if len(best) == 0 or (best[:, 0] < 0).any():
+            return ()
+        assert self.texts is not None
+        of_queries, of_documents = self.texts
+        query_index = self.request.query_of(index)
+        page = self.documents.different[self.documents.position_of[index]].tokens_of_page
+        total = float(best[:, 1].sum(dtype=np.float64))
+        matches = []
+        for i, (row, similarity) in enumerate(best.tolist()):
+            query_token, query_span = of_queries.token(query_index, i)
+            token, span = of_documents.token(index, int(row))
+            share = similarity / total if total else 0.0
+            patch = None if page is None else patch_of(page, int(row))
+            matches.append(
+                TokenMatch(query_token, query_span, token, span, int(row), similarity, share, patch)
+            )
+        return tuple(matches)
 
 
 class DualEncoderProcessor(ScoreProcessor):
@@ -293,8 +352,8 @@ class DualEncoderProcessor(ScoreProcessor):
         self._batches = ON_HOST if self._cache is None or self._cache.slab is None else IN_SLAB
         self._given = GivenVectors(model, context.limits.most_vectors, context.scored_in)
         self._price = ScoringPrice.of(model)
-        self._pages = page_builder(model, context.tokenizer, context.limits.longest_sequence)
         self._similarity = model.similarity
+        self._pages = page_builder(model, context.tokenizer, context.limits.longest_sequence)
         self.queries = QueryProcessor(context, self._given, self._pages)
 
     @classmethod
@@ -302,11 +361,19 @@ class DualEncoderProcessor(ScoreProcessor):
         return model.score_task != "classify" and model.listwise is None
 
     def plan(self, request: ScoreRequest, ids: RequestIds) -> DualEncoderPlan:
-        if request.explain:
-            self._check_can_explain()
+        if request.explain and self._model.token_pooling is not None:
+            raise InvalidRequestError(
+                "explain is not possible: this model's vectors of documents are merged (token pooling) and "
+                "stand for no single token; leave it out",
+                "explain",
+            )
         long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
         builder = self.queries.builder(request, long_inputs)
-        reader = self._reader(request, long_inputs)
+        of_documents = TextBuilder(self._tokenizer, self._model.document, long_inputs, "documents")
+        lookup = None
+        if self._cache is not None and request.cache != "bypass":
+            lookup = CacheLookup(self._cache, request.cache == "refresh", of_documents, request.cache_owner)
+        reader = DocumentReader(of_documents, lookup, self._given, self._pages)
         documents = reader.read(request, ids)
         queries = self.queries.read(request, builder, ids)
         if self._windows_as_one:
@@ -328,8 +395,10 @@ class DualEncoderProcessor(ScoreProcessor):
         first_values = list(accumulate(num_values, initial=0))
         for document, parts, first in zip(documents.different, num_parts, first_values, strict=False):
             query = queries[document.query]
-            explained = self._how_explained(request, document)
-            if isinstance(document, DocumentInCache):
+            explained = None
+            if request.explain and self._windows_as_one:
+                explained = Explained(document.window_rows, with_map=request.maps)
+            if document.embedding is not None:
                 for i, part in enumerate(_parts_of(query, parts)):
                     found = CachedDocument(ids.slot(first + i), document.embedding, explained)
                     # Sent and cached embeddings may have different precisions.
@@ -338,21 +407,38 @@ class DualEncoderProcessor(ScoreProcessor):
                 sequences += self._sequences_of(document, query, first, ids, explained)
         query_rows = None
         if self._windows_as_one and (request.normalize or request.explain):
-            query_rows = _query_rows(request, queries)
-        explainer = None
+            rows = np.array([query.num_rows for query in queries])
+            query_rows = rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
+        texts = None
         if request.explain:
             check_explained(request, documents, query_rows)
-            fields = FieldTexts(request.queries, builder), FieldTexts(request.documents, reader.builder)
-            is_mean = self._similarity == "meanmaxsim"
-            explainer = MatchExplainer(request, *fields, documents, self._tokenizer, first_values, is_mean)
+            texts = (
+                FieldTexts(request.queries, builder, self._tokenizer),
+                FieldTexts(request.documents, of_documents, self._tokenizer),
+            )
+        priors = [query.prior for query in queries]
         truncated_queries = sum([query.truncated for query in queries])
         return DualEncoderPlan(
             sequences=sequences,
             num_values=first_values[-1],
             truncated=truncated_queries + documents.truncated,
-            cached=self._in_batches(cached),
+            cached=[
+                batch
+                for (query, _, part), found_documents in cached.items()
+                for batch in in_batches(
+                    found_documents,
+                    query.id,
+                    query.num_rows if part is None else part[1] - part[0],
+                    self._price,
+                    given_query=query.given,
+                    query_part=part,
+                    limits=self._batches,
+                )
+            ],
             images=self._image_jobs(sequences),
-            prior=_prior_of(queries),
+            prior=PriorEncoding(
+                sum(prior.tokens for prior in priors), sum(prior.truncated for prior in priors)
+            ),
             request=request,
             truncated_queries=truncated_queries,
             normalization=self._normalization(request),
@@ -365,26 +451,18 @@ class DualEncoderProcessor(ScoreProcessor):
                 for i, query in enumerate(request.queries)
                 if isinstance(query, Vectors) and len(query)
             },
-            explainer=explainer,
+            texts=texts,
+            is_mean=self._similarity == "meanmaxsim",
         )
 
     def shortest_sequences(self) -> dict[str, int]:
-        shortest_document = shortest_text(self._model.document, self._tokenizer)
-        return {**self.queries.shortest_sequences(), "a document": shortest_document}
-
-    def _check_can_explain(self) -> None:
-        """Raises InvalidRequestError if the model merges vectors, so that they stand for no token."""
-        if self._model.token_pooling is not None:
-            raise InvalidRequestError(
-                "explain is not possible: this model's vectors of documents are merged (token pooling) and "
-                "stand for no single token; leave it out",
-                "explain",
-            )
+        roles = {"a query": self._model.query, "a document": self._model.document}
+        return {name: shortest_text(rules, self._tokenizer) for name, rules in roles.items()}
 
     def _num_parts(self, request: ScoreRequest, document: Document, queries: Sequence[Query]) -> int:
         """Returns into how many parts of its query a document's comparison is divided: several only if its
         embedding is there and the comparison exceeds a batch."""
-        if not self._windows_as_one or not isinstance(document, DocumentInCache):
+        if not self._windows_as_one or document.embedding is None:
             return 1
         query_rows = queries[document.query].num_rows
         if query_rows <= self._price.usual_query_rows and not request.explain:
@@ -406,41 +484,8 @@ class DualEncoderProcessor(ScoreProcessor):
                     "documents",
                 )
 
-    def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
-        """Returns what explains a score: matches of its windows, and maps of its pictures."""
-        if not request.explain or not self._windows_as_one:
-            return None
-        return Explained(document.window_rows, with_map=request.maps)
-
-    def _in_batches(
-        self, cached: dict[tuple[Query, torch.dtype, Part], list[CachedDocument]]
-    ) -> list[CachedBatch]:
-        return [
-            batch
-            for (query, _, part), found in cached.items()
-            for batch in in_batches(
-                found,
-                query.id,
-                query.num_rows if part is None else part[2],
-                self._price,
-                given_query=query.given,
-                query_part=None if part is None else part[:2],
-                limits=self._batches,
-            )
-        ]
-
-    def _reader(self, request: ScoreRequest, long_inputs: LongInputs) -> DocumentReader:
-        builder = TextBuilder(
-            self._tokenizer, self._model.document, long_inputs, "documents", long_inputs.max_document_tokens
-        )
-        if self._cache is None or request.cache == "bypass":
-            return DocumentReader(builder, None, self._given, self._pages)
-        refresh, owner = request.cache == "refresh", request.cache_owner
-        lookup = CacheLookup(self._cache, refresh, long_inputs, builder.own_length, owner)
-        return DocumentReader(builder, lookup, self._given, self._pages)
-
     def _sequences_of(
-        self, document: DocumentToRun, query: Query, first: int, ids: RequestIds, explained: Explained | None
+        self, document: Document, query: Query, first: int, ids: RequestIds, explained: Explained | None
     ) -> list[TokenSequence]:
         """Returns the sequences of a document, which share the value `first` or have one each from there."""
         as_one, is_whole = self._windows_as_one, len(document.windows) == 1
@@ -470,214 +515,57 @@ def in_batches(
     price: ScoringPrice,
     *,
     given_query: torch.Tensor | None = None,
-    query_part: tuple[int, int | None] | None = None,
+    query_part: Part = None,
     limits: BatchLimits = ON_HOST,
 ) -> Iterator[CachedBatch]:
     """Yields batches of one query's cached documents within the limits, or of one document. They are
     compared with `query_rows` rows of the query: all, or the `query_part`."""
-    batch: list[CachedDocument] = []
-    rows = 0.0
-
-    def closed() -> CachedBatch:
+    times = [1 if document.explained is None else 1 + EXPLAINED for document in documents]
+    rows = [
+        price.rows(query_rows, len(document.embedding.rows), each)
+        for document, each in zip(documents, times, strict=True)
+    ]
+    for run in runs(rows, limits.rows, limits.documents):
+        batch = documents[run]
         request_id, columns = batch[0].slot.request_id, CachedDocuments.of(batch)
-        tokens = price.tokens(rows, len(batch))
-        return CachedBatch(request_id, query_id, tokens, columns, given_query, query_part)
-
-    for document in documents:
-        times = 1 if document.explained is None else 1 + EXPLAINED
-        counted = price.rows(query_rows, len(document.embedding.rows), times)
-        if batch and (rows + counted > limits.rows or len(batch) == limits.documents):
-            yield closed()
-            batch, rows = [], 0.0
-        batch.append(document)
-        rows += counted
-    if batch:
-        yield closed()
+        tokens = price.tokens(sum(rows[run]), len(batch))
+        yield CachedBatch(request_id, query_id, tokens, columns, given_query, query_part)
 
 
 def _parts_of(query: Query, count: int) -> list[Part]:
     """Divides a query's rows into parts of nearly the same size; [None] for one part."""
-    if count == 1:
-        return [None]
     bounds = [query.num_rows * i // count for i in range(count + 1)]
-    stops = [*bounds[1:-1], None]
-    return [(start, stop, end - start) for start, stop, end in zip(bounds, stops, bounds[1:], strict=False)]
-
-
-def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:
-    """Returns the scored tokens of each document's query."""
-    rows = np.array([query.num_rows for query in queries])
-    return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
-
-
-def _prior_of(queries: Sequence[Query]) -> PriorEncoding:
-    given = [query.prior for query in queries if query.given is not None]
-    if not given:
-        return NO_PRIOR_ENCODING
-    return PriorEncoding(sum([prior.tokens for prior in given]), sum([prior.truncated for prior in given]))
+    return [None] if count == 1 else list(pairwise(bounds))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTexts:
-    """The texts of one field, their builder, and the rows that were looked up last."""
+    """The texts of one field, their builder, and the rows of the text that was looked up last."""
 
     texts: Sequence[Item]
     builder: TextBuilder
-    last: dict[int, list[Origins]] = field(default_factory=dict)
-
-    def text(self, index: int) -> str | None:
-        """Returns a text; None for pictures and embeddings."""
-        text = self.texts[index]
-        return text if isinstance(text, str) else None
-
-    def rows(self, index: int, as_document: bool) -> list[Origins]:
-        text = self.text(index)
-        if text is None:
-            return []
-        if index not in self.last:
-            yield_to_smaller()
-            builder = self.builder
-            found = builder.window_origins(text, index) if as_document else [builder.origins(text, index)]
-            self.last.clear()
-            self.last[index] = found
-        return self.last[index]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MatchExplainer:
-    """Explains the documents of one request. The values of different document i begin at
-    `first_values[i]`: scores with matches behind them, one for each part of a long query, or scores of
-    windows. With `is_mean`, scores are means of similarities, not sums."""
-
-    request: ScoreRequest
-    queries: FieldTexts
-    documents: FieldTexts
-    read: Documents
     tokenizer: TextTokenizer
-    first_values: Sequence[int]
-    is_mean: bool
-    # By position: equal documents share one.
-    explained: dict[int, Explanation] = field(default_factory=dict)
+    last: dict[int, tuple[list[Origins], Origins]] = field(default_factory=dict)
 
-    def explain(self, values: Sequence[Value | None], index: int) -> Explanation | None:
-        """Explains document `index` of the request; None if it has no score."""
-        position = self.read.position_of[index]
-        if position not in self.explained:
-            made = self._new_explanation(values, index, position)
-            if made is None:
-                return None
-            self.explained[position] = made
-        return self.explained[position]
+    def rows(self, index: int) -> tuple[list[Origins], Origins] | None:
+        """Returns a text's rows by window, and all; None for pictures and embeddings."""
+        text = self.texts[index]
+        if isinstance(text, str) and index not in self.last:
+            yield_to_smaller()
+            of_windows = self.builder.origins(text, index)
+            self.last.clear()
+            self.last[index] = of_windows, Origins.join(of_windows)
+        return self.last[index] if isinstance(text, str) else None
 
-    def _new_explanation(
-        self, values: Sequence[Value | None], index: int, position: int
-    ) -> Explanation | None:
-        document = self.read.different[position]
-        first = self.first_values[position]
-        value = values[first]
-        maps: tuple[NDArray[np.float32], ...] = ()
-        similarities: NDArray[np.float32] | None = None
-        document_tokens: tuple[str | None, ...] = ()
-        if isinstance(value, np.ndarray):
-            rows = document.window_rows
-            tokens = document.tokens_of_page
-            how = Explained(rows, with_map=self.request.maps)
-            # One for each part of a long query.
-            parts = values[first : self.first_values[position + 1]]
-            if any(part is None for part in parts):
-                return None
-            found = np.concatenate([matches_of(np.asarray(part), how) for part in parts])
-            if how.with_map:
-                of_all = np.concatenate([similarities_of(np.asarray(part), how) for part in parts])
-                if tokens is not None:
-                    maps = maps_of(tokens, of_all)
-                else:
-                    similarities, document_tokens = of_all, self._document_tokens(index, of_all.shape[1])
-            sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
-            # A window without a vector has the score of an empty document.
-            scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
-            matches = self._matches(index, _best_of_windows(found))
-        else:
-            scores = values[first : first + document.num_consumers]
-            matches = ()
-        if None in scores:
-            return None
-        windows = self._windows(index, scores)
-        read = self._read_span(index) if document.truncated else None
-        return Explanation(
-            document.tokens,
-            document.truncated,
-            document.is_cached,
-            matches,
-            windows,
-            maps,
-            read,
-            similarities,
-            document_tokens,
-        )
-
-    def _document_tokens(self, index: int, count: int) -> tuple[str | None, ...]:
-        """Returns the tokens of a document's rows; None for each row of an embedding."""
-        rows = self.documents.rows(index, as_document=True)
-        if not rows:
-            return (None,) * count
-        origins, text = Origins.join(rows), self.documents.text(index)
-        return tuple([self._token(origins, row, text)[0] for row in range(count)])
-
-    def _read_span(self, index: int) -> Span | None:
-        rows = self.documents.rows(index, as_document=True)
-        return Origins.join(rows).extent if rows else None
-
-    def _windows(self, index: int, scores: Sequence[float]) -> tuple[WindowScore, ...]:
-        """Returns the scores of windows; none for a document that is one sequence."""
-        if len(scores) < 2:
-            return ()
-        extents = [origins.extent for origins in self.documents.rows(index, as_document=True)]
-        return tuple(
-            WindowScore(extent or (0, 0), score) for extent, score in zip(extents, scores, strict=True)
-        )
-
-    def _matches(self, index: int, best: NDArray[np.float32]) -> tuple[TokenMatch, ...]:
-        """Returns a document's matches; `best` [Lq, 2] has the row and similarity of each."""
-        if len(best) == 0 or (best[:, 0] < 0).any():
-            return ()
-        query_index = self.request.query_of(index)
-        query, document = self.queries.text(query_index), self.documents.text(index)
-        query_rows = self.queries.rows(query_index, as_document=False)
-        document_rows = self.documents.rows(index, as_document=True)
-        page = self.read.different[self.read.position_of[index]].tokens_of_page
-        of_query = Origins.join(query_rows) if query_rows else None
-        of_document = Origins.join(document_rows) if document_rows else None
-        total = float(best[:, 1].sum(dtype=np.float64))
-        matches = []
-        for i, (row, similarity) in enumerate(best.tolist()):
-            query_token, query_span = self._token(of_query, i, query)
-            token, span = self._token(of_document, int(row), document)
-            share = similarity / total if total else 0.0
-            patch = None if page is None else patch_of(page, int(row))
-            matches.append(
-                TokenMatch(query_token, query_span, token, span, int(row), similarity, share, patch)
-            )
-        return tuple(matches)
-
-    def _token(
-        self, origins: Origins | None, row: int, text: str | None
-    ) -> tuple[str | None, tuple[int, int] | None]:
+    def token(self, index: int, row: int) -> tuple[str | None, Span | None]:
         """Returns a token as written in its text, or as in the vocabulary, and its span."""
-        if origins is None or text is None:
+        text, rows = self.texts[index], self.rows(index)
+        if not isinstance(text, str) or rows is None:
             return None, None
-        span = origins.span(row, text)
+        span = rows[1].span(row, text)
         if span is None:
-            return self.tokenizer.token(int(origins.ids[row])), None
-        start, stop = span
-        return text[start : min(stop, start + _MOST_SHOWN)], span
-
-
-def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns each query token's best match [Lq, 2] of [Lq, windows, 2]."""
-    there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])
-    best: NDArray[np.float32] = found[np.arange(len(found)), there.argmax(axis=1)]
-    return best
+            return self.tokenizer.token(int(rows[1].ids[row])), None
+        return text[span[0] : min(span[1], span[0] + _MOST_SHOWN)], span
 
 
 def _num_named(request: ScoreRequest, document: Document) -> int:
@@ -688,29 +576,27 @@ def _num_named(request: ScoreRequest, document: Document) -> int:
 
 
 def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[np.int64] | None) -> None:
-    """Raises RequestTooLargeError if explanations would be too large. `query_rows` has the vectors of each
-    document's query, if matches are explained."""
+    """Raises RequestTooLargeError for too large explanations, of matches of so many `query_rows`."""
     windows = [len(each.window_rows) for each in read.different]
     rows = [0] * len(read.position_of) if query_rows is None else query_rows.tolist()
     own = [count if count > 1 else 0 for count in windows]
     if query_rows is not None:
         own = [count + _num_named(request, each) for count, each in zip(own, read.different, strict=True)]
-    lines = (row + own[position] for row, position in zip(rows, read.position_of, strict=True))
+    of_documents = list(zip(rows, read.position_of, strict=True))
+    lines = (row + own[position] for row, position in of_documents)
     check_explained_lines(request.explain, lines)
     if query_rows is None:
         return
     if request.maps:
         document_rows = [sum(each.window_rows) for each in read.different]
-        mapped = sum(
-            row * document_rows[position] for row, position in zip(rows, read.position_of, strict=True)
-        )
+        mapped = sum(row * document_rows[position] for row, position in of_documents)
         if mapped > MOST_MAPPED:
             raise RequestTooLargeError(
                 f"explain would map {mapped} similarities for these documents, and at most {MOST_MAPPED} are "
                 "mapped; send fewer documents, or explain without maps"
             )
     # Each query vector is matched in each window. Equal documents have one position and one query.
-    rows_of = dict(zip(read.position_of, rows, strict=True))
+    rows_of = {position: row for row, position in of_documents}
     noted = sum(rows_of[position] * count for position, count in enumerate(windows))
     if noted > MOST_NOTED:
         raise RequestTooLargeError(

@@ -5,7 +5,8 @@ that holds its first visible character. Pooled tokens before the text go with it
 it with its last: a document of one chunk has the vector of the whole text.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from numbers import Integral
@@ -16,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
-from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.documents import CacheLookup
 from maxsimd.engine.processors.pages import page_builder
 from maxsimd.engine.processors.processor import Plan, Processor, ProcessorContext, RequestIds
-from maxsimd.engine.processors.text.builder import BuiltText, InputName, TextBuilder, shortest_text
+from maxsimd.engine.processors.text.builder import BuiltText, InputName, TextBuilder
 from maxsimd.engine.processors.text.tokenization import Spans, TextTokenizer
 from maxsimd.engine.requests import (
     REFUSE_LONG,
@@ -52,8 +53,6 @@ _REASONS = {
 # An estimate: making this many numbers of a vector, or drawing this many random ones, takes as long as
 # running a token of a small model (MiniLM-L6).
 _NUMBERS_PER_TOKEN, _DRAWN_PER_TOKEN = {"document": 1_000, "query": 16_000}, 1_000
-
-_ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -91,7 +90,12 @@ class EmbeddingPlan(Plan):
         return TokenEmbedResult(matrices, self.usage, self.truncated, values.timings, tokens)
 
     def sparse_vectors(self, values: Values) -> SparseEmbedResult:
-        vectors = [_sparse_vector(np.asarray(value)) for value in values.values]
+        """Makes one sparse vector a text, of entries [n, 2], each a token's id and weight."""
+        vectors = []
+        for entries in map(np.asarray, values.values):
+            entries = entries[entries[:, 1] != 0]
+            entries = entries[np.argsort(entries[:, 0], kind="stable")]
+            vectors.append(SparseVector(entries[:, 0].astype(np.int64), entries[:, 1].copy()))
         return SparseEmbedResult(vectors, self.usage, self.truncated, values.timings)
 
     def encoded(
@@ -114,96 +118,27 @@ class EmbeddingPlan(Plan):
         return EmbedResult(vectors, self.usage, self.truncated, values.timings, muvera)
 
 
-class InputReader:
-    """Reads texts, token ids and pictures that stand alone. Thread-safe."""
-
-    def __init__(self, context: ProcessorContext) -> None:
-        self._model = context.model
-        self._tokenizer = context.tokenizer
-        self._limits = context.limits
-        self._pages = page_builder(context.model, context.tokenizer, context.limits.longest_sequence)
-
-    def read(
-        self, request: EmbedRequest, ids: RequestIds, found: Mapping[int, CachedEmbedding] | None = None
-    ) -> list[BuiltText]:
-        """Builds all texts in their order, except those that are `found`."""
-        builder = self.builder(request, ids)
-        left = {i: text for i, text in enumerate(request.texts) if not found or i not in found}
-        indexed = {i: text for i, text in left.items() if isinstance(text, str)}
-        encoded = iter(builder.encode([*indexed.values()], indexed))
-        pages = self._read_pages(request, builder.rules, ids)
-        built: list[BuiltText] = []
-        num_tokens = 0
-        for i, text in left.items():
-            match text:
-                case str():
-                    built.append(builder.build(next(encoded), i))
-                case Content():
-                    built.append(next(pages))
-                    num_tokens += len(built[-1].tokens)
-                    ids.check_tokens(num_tokens)
-                case _:
-                    built.append(builder.build_from_ids(text, i))
-        _check_tokens(sum(len(text.tokens) for text in built), request.max_tokens)
-        return built
-
-    def builder(self, request: EmbedRequest, ids: RequestIds) -> TextBuilder:
-        long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
-        return TextBuilder(self._tokenizer, self.rules(request), long_inputs, "input")
-
-    def rules(self, request: EmbedRequest) -> RoleRules:
-        """Returns the rules of the request's role, with the prompt that it names."""
-        rules = self._model.rules(request.input_type)
-        if request.prompt_name is None:
-            return rules
-        prompts = self._model.prompts
-        if request.prompt_name not in prompts:
-            names = ", ".join(sorted(prompts)) or "none"
-            raise InvalidRequestError(
-                f"there is no prompt named {request.prompt_name!r}; this model has: {names}", "prompt_name"
-            )
-        return replace(rules, prompt=prompts[request.prompt_name])
-
-    def sequences(
-        self, request: EmbedRequest, built: list[BuiltText], ids: RequestIds
-    ) -> list[TokenSequence]:
-        role = _ROLES.get(request.input_type or "", Role.TEXT)
-        return [
-            TokenSequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
-            for i, text in enumerate(built)
-        ]
-
-    def shortest_sequences(self) -> dict[str, int]:
-        return {"a text": shortest_text(self._model.text, self._tokenizer)}
-
-    def _read_pages(self, request: EmbedRequest, rules: RoleRules, ids: RequestIds) -> Iterator[BuiltText]:
-        pages = self._pages
-        contents = [(i, text) for i, text in enumerate(request.texts) if isinstance(text, Content)]
-        if pages is None:
-            assert not contents
-            return iter(())
-
-        def read(indexed: tuple[int, Content]) -> BuiltText:
-            name = InputName("input", indexed[0])
-            return pages.built(pages.opened(indexed[1], name), rules, name, ids)
-
-        return called_on_each(read, contents)
-
-
 class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
-    """Makes one sequence a text or picture, or one of a text with chunks."""
+    """Makes one sequence of each text, token ids or picture, or one of a text with chunks."""
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
         self._cache = context.embedding_cache
-        self._inputs = InputReader(context)
+        self._pages = page_builder(context.model, context.tokenizer, context.limits.longest_sequence)
 
     def prepare(self, request: EmbedRequest, ids: RequestIds) -> EmbeddingPlan:
         if request.chunks is not None:
             return self._with_chunks(request, ids)
-        found = self._find(request, ids)
-        built = self._inputs.read(request, ids, found)
-        sequences = self._inputs.sequences(request, built, ids)
+        builder = self._builder(request, ids)
+        found = self._find(request, builder)
+        built = self._read(request, builder, ids, found)
+        if request.task == "classify":
+            built = [replace(text, tokens=self._model.for_classifier(text.tokens)) for text in built]
+        role = Role(request.input_type or "text")
+        sequences = [
+            TokenSequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
+            for i, text in enumerate(built)
+        ]
         return EmbeddingPlan(
             sequences=sequences,
             num_values=len(sequences),
@@ -217,30 +152,85 @@ class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
             found=found,
         )
 
-    def shortest_sequences(self) -> dict[str, int]:
-        return self._inputs.shortest_sequences()
+    def _builder(self, request: EmbedRequest, ids: RequestIds) -> TextBuilder:
+        """Returns the builder of the request's role, with the prompt that it names."""
+        rules, prompts = self._model.rules(request.input_type), self._model.prompts
+        if request.prompt_name is not None:
+            if request.prompt_name not in prompts:
+                names = ", ".join(sorted(prompts)) or "none"
+                raise InvalidRequestError(
+                    f"there is no prompt named {request.prompt_name!r}; this model has: {names}",
+                    "prompt_name",
+                )
+            rules = replace(rules, prompt=prompts[request.prompt_name])
+        long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
+        return TextBuilder(self._tokenizer, rules, long_inputs, "input")
 
-    def _find(self, request: EmbedRequest, ids: RequestIds) -> dict[int, CachedEmbedding]:
+    def _read(
+        self,
+        request: EmbedRequest,
+        builder: TextBuilder,
+        ids: RequestIds,
+        found: Mapping[int, CachedEmbedding],
+    ) -> list[BuiltText]:
+        """Builds all texts in their order, except those that are `found`."""
+        left = {i: text for i, text in enumerate(request.texts) if i not in found}
+        indexed = {i: text for i, text in left.items() if isinstance(text, str)}
+        encoded = iter(builder.encode([*indexed.values()], indexed))
+
+        def read_page(i: int, content: Content) -> BuiltText:
+            assert self._pages is not None
+            name = InputName("input", i)
+            return self._pages.built(self._pages.opened(content, name), builder.rules, name, ids)
+
+        contents = [(i, text) for i, text in left.items() if isinstance(text, Content)]
+        built: list[BuiltText] = []
+        num_tokens = 0
+        with closing(called_on_each(lambda each: read_page(*each), contents)) as pages:
+            for i, text in left.items():
+                match text:
+                    case str():
+                        built.append(builder.build(next(encoded), i))
+                    case Content():
+                        built.append(next(pages))
+                        num_tokens += len(built[-1].tokens)
+                        ids.check_tokens(num_tokens)
+                    case _:
+                        built.append(builder.build_from_ids(text, i))
+        tokens, most = sum(len(text.tokens) for text in built), request.max_tokens
+        if most is not None and tokens > most:
+            raise RequestTooLargeError(
+                f"these texts have {tokens} tokens, a vector each, and an answer has room for {most} of them;"
+                " send fewer texts at a time, or ask for fewer dimensions"
+            )
+        return built
+
+    def _find(self, request: EmbedRequest, builder: TextBuilder) -> dict[int, CachedEmbedding]:
         """Returns cached token vectors, by index, if the request takes them and reads texts as scored."""
         is_document = request.input_type == "document" and request.prompt_name is None
         # Documents read through windows or in part have other keys.
         is_document &= not request.truncation.windows and request.truncation.max_document_tokens is None
         if self._cache is None or not (request.takes_cached and is_document):
             return {}
-        long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
-        own_length = self._inputs.rules(request).max_tokens
-        lookup = CacheLookup(self._cache, False, long_inputs, own_length, request.cache_owner)
+        lookup = CacheLookup(self._cache, False, builder, request.cache_owner)
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
         found = zip(indexed, lookup.find([*indexed.values()]), strict=True)
         return {i: entry for i, entry in found if isinstance(entry, CachedEmbedding)}
 
     def _with_chunks(self, request: EmbedRequest, ids: RequestIds) -> EmbeddingPlan:
         """Makes one sequence of a document, which gives a row for each chunk."""
-        check_late_chunking(request, self._model.tasks["embed"].pooling)
+        if (pooling := self._model.tasks["embed"].pooling) != "mean":
+            reason = _REASONS.get(pooling, f"this model pools by {pooling}")
+            raise InvalidRequestError(
+                f"late_chunking is for models that pool by the mean: {reason}; leave it out", "late_chunking"
+            )
+        if request.truncation.max_tokens not in (None, -1):
+            name = request.truncation.option_names.max_tokens
+            raise InvalidRequestError(f"late_chunking reads the whole document; leave out {name}", name)
         (document,) = request.texts
         assert isinstance(document, str)
         assert request.chunks is not None
-        builder = self._inputs.builder(replace(request, truncation=REFUSE_LONG), ids)
+        builder = self._builder(replace(request, truncation=REFUSE_LONG), ids)
         built, origins = builder.whole(document)
         passages = passages_of(document, origins.spans, request.chunks)
         sequence = TokenSequence.passages(
@@ -266,9 +256,8 @@ def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:
 def check_encoding(
     muvera: Muvera, model: LoadedModel, input_type: InputType | None, others: Mapping[str, bool]
 ) -> None:
-    """Raises InvalidRequestError if texts cannot be encoded: if scores are not MaxSim, the vectors do not
-    fit the parameters, `input_type` is missing, or any of the `others`, which exclude an encoding, is
-    given."""
+    """Raises InvalidRequestError if texts cannot be encoded: if scores are not MaxSim, vectors do not fit the
+    parameters, `input_type` is missing, or one of the `others`, which exclude an encoding, is given."""
     if model.score_task != "token_embed":
         raise InvalidRequestError(
             "encoding is for models that score by late interaction, and this one does not; leave it out, or "
@@ -301,25 +290,9 @@ def shorten(rows: NDArray[np.float32], dimensions: int | None, normalized: bool)
     return rows
 
 
-def _sparse_vector(entries: NDArray[np.float32]) -> SparseVector:
-    """Makes a sparse vector of entries [n, 2], each a token's id and weight."""
-    entries = entries[entries[:, 1] != 0]
-    entries = entries[np.argsort(entries[:, 0], kind="stable")]
-    return SparseVector(entries[:, 0].astype(np.int64), entries[:, 1].copy())
-
-
-def _check_tokens(tokens: int, most: int | None) -> None:
-    if most is not None and tokens > most:
-        raise RequestTooLargeError(
-            f"these texts have {tokens} tokens, a vector each, and an answer has room for {most} of them; "
-            "send fewer texts at a time, or ask for fewer dimensions"
-        )
-
-
 def as_document(texts: Sequence[Any], chunks: Any, late_chunking: bool) -> tuple[str, Chunks] | None:
     """Returns a document and its chunks if a request asks for late chunking, else None. Chunks are several
-    texts, or of one text the `chunks`: the first character of each and the one after its last. Raises
-    InvalidRequestError for anything else."""
+    texts, or the `chunks` of one text: the first character of each and the one after its last."""
     if not late_chunking:
         if chunks is not None:
             raise InvalidRequestError("chunks are for late_chunking; set that, or leave them out", "chunks")
@@ -335,10 +308,6 @@ def as_document(texts: Sequence[Any], chunks: Any, late_chunking: bool) -> tuple
             f"chunks are parts of one text, and there are {len(texts)}; give one, or leave chunks out",
             "chunks",
         )
-    return texts[0], _checked(chunks, len(texts[0]))
-
-
-def _checked(chunks: Any, length: int) -> Chunks:
     if not isinstance(chunks, Iterable):
         raise InvalidRequestError("chunks must be pairs of numbers of characters", "chunks")
     pairs = [tuple(pair) if isinstance(pair, Iterable) else () for pair in chunks]
@@ -348,28 +317,14 @@ def _checked(chunks: Any, length: int) -> Chunks:
         if (
             len(pair) != 2
             or not all(isinstance(each, Integral) for each in pair)
-            or not 0 <= pair[0] < pair[1] <= length
+            or not 0 <= pair[0] < pair[1] <= len(texts[0])
         ):
             raise InvalidRequestError(
                 f"chunks[{i}] must be the first character of a chunk and the one after its last, from 0 to "
-                f"{length}",
+                f"{len(texts[0])}",
                 "chunks",
             )
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
-def check_late_chunking(request: EmbedRequest, pooling: str) -> None:
-    """Raises InvalidRequestError for a model whose `pooling` is not the mean, and for truncation."""
-    if pooling != "mean":
-        reason = _REASONS.get(pooling, f"this model pools by {pooling}")
-        raise InvalidRequestError(
-            f"late_chunking is for models that pool by the mean: {reason}; leave it out", "late_chunking"
-        )
-    if request.truncation.max_tokens not in (None, -1):
-        raise InvalidRequestError(
-            f"late_chunking reads the whole document; leave out {request.truncation.words.max_tokens}",
-            request.truncation.words.max_tokens,
-        )
+    return texts[0], tuple((int(start), int(stop)) for start, stop in pairs)
 
 
 def passages_of(text: str, spans: Spans, chunks: Chunks) -> NDArray[np.int64]:

@@ -1,10 +1,9 @@
 """Listwise models: many documents in one prompt, each scored beside the others.
 
-Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking", arXiv 2509.25085. The
-prompt and the rule for blocks are its model card's.
+Source: jina-reranker-v3 (arXiv 2509.25085). The prompt and the rule for blocks are its model card's.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,10 +12,17 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.processors.processor import ProcessorContext, RequestIds, ScoreProcessor, Scores
-from maxsimd.engine.processors.score_lookup import CachedScorePlan, RunFacts, ScoreLookup
-from maxsimd.engine.processors.text.builder import FittedText, InputName, LongInputs, Room
-from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
+from maxsimd.engine.processors.processor import (
+    CachedScorePlan,
+    ProcessorContext,
+    RequestIds,
+    RunFacts,
+    ScoreProcessor,
+    Scores,
+    find_scores,
+)
+from maxsimd.engine.processors.text.builder import InputName, LongInputs, Room
+from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Tokens, TokenSequence
 from maxsimd.scheduler.sequence import TokenIds
@@ -71,7 +77,6 @@ class ListwiseProcessor(ScoreProcessor):
         super().__init__(context)
         assert context.model.listwise is not None
         self._rules = context.model.listwise
-        self._lookup = ScoreLookup(context.score_cache, together=True)
         markers = self._rules.document_marker, self._rules.query_marker
         self._markers = [self._tokenizer.token_id(marker) for marker in markers]
 
@@ -87,18 +92,23 @@ class ListwiseProcessor(ScoreProcessor):
             )
 
     def plan(self, request: ScoreRequest, ids: RequestIds) -> ListwisePlan:
-        found = self._lookup.find(request)
+        found = find_scores(self._context.score_cache, request, together=True)
         long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
         rules = replace(self._rules, context=min(self._rules.context, long_inputs.limit))
-        reader = _TextReader(rules, self._tokenizer, long_inputs)
+        options = rules, self._tokenizer, long_inputs
         blocks: list[TokenIds] = []
         num_blocks = []
         texts: list[_Text] = []
         facts: list[RunFacts] = []
         instruction = _without_markers(request.instruction or "", rules)
-        for ranked in _lists(request) if found.new else ():
-            query = reader.query(ranked.query, ranked.first)
-            documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
+        # All documents are ranked for the one query, or each of N pairs by itself. By their first index.
+        lists = {0: request.document_texts}
+        if len(request.queries) > 1:
+            lists = {i: (text,) for i, text in enumerate(request.document_texts)}
+        for first, ranked in lists.items() if found.new else ():
+            query = _read(request.query_texts[first], InputName("queries", first), *options)
+            names = [InputName("documents", first + i) for i in range(len(ranked))]
+            documents = [_read(text, name, *options) for text, name in zip(ranked, names, strict=True)]
             texts += documents
             before, start = len(blocks), 0
             for size in in_blocks([document.tokens for document in documents], query.tokens, rules):
@@ -110,10 +120,11 @@ class ListwiseProcessor(ScoreProcessor):
             truncated = sum(text.truncated for text in (query, *documents))
             facts.append(RunFacts(sum(map(len, blocks[before:])), truncated, query.truncated, 1))
             facts += [RunFacts(0, 0, False, 1)] * (len(documents) - 1)
-        sequences = [
-            TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", self._tokens(block))
-            for i, block in enumerate(blocks)
-        ]
+        sequences = []
+        for i, token_ids in enumerate(blocks):
+            pooled = np.flatnonzero(np.isin(token_ids, self._markers))
+            tokens = Tokens(token_ids, np.zeros_like(token_ids), pooled_positions=pooled)
+            sequences.append(TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", tokens))
         return ListwisePlan(
             sequences=sequences,
             num_values=len(sequences),
@@ -132,10 +143,6 @@ class ListwiseProcessor(ScoreProcessor):
     def shortest_sequences(self) -> dict[str, int]:
         prompt = listwise_prompt(SHORTEST_TEXT, [SHORTEST_TEXT], self._model.instruction, self._rules)
         return {"a query with one document": len(self._tokenizer.encode([prompt], "text")[0])}
-
-    def _tokens(self, ids: TokenIds) -> Tokens:
-        pooled = np.flatnonzero(np.isin(ids, self._markers))
-        return Tokens(ids, np.zeros_like(ids), pooled_positions=pooled)
 
 
 def merge_blocks(blocks: Sequence[NDArray[np.float32]]) -> Scores:
@@ -157,10 +164,8 @@ def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -> list[int]:
-    """Returns how many documents go into each block, in order.
-
-    A block ends once it is full, or once the rest of the context, with room for the query twice, may not
-    take a longest document."""
+    """Returns how many documents go into each block, in order. A block ends once it is full, or once the rest
+    of the context, with room for the query twice, may not take a longest document."""
     sizes, size = [], 0
     room = rules.context - 2 * query_tokens
     for length in lengths:
@@ -182,25 +187,6 @@ def listwise_prompt(query: str, documents: list[str], instruction: str | None, r
         f"identifier. Rank the passages based on their relevance to query: {query}\n{instruct}{passages}\n"
         f"<query>\n{query}{rules.query_marker}\n</query>{_ASSISTANT}"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _RankedList:
-    """A query and the documents that are ranked together for it. `first` is the index in the request of
-    the first of them, and of the query."""
-
-    first: int
-    query: str
-    documents: tuple[str, ...]
-
-
-def _lists(request: ScoreRequest) -> Iterator[_RankedList]:
-    """Yields all documents for the one query, or each of N pairs by itself."""
-    if len(request.queries) == 1:
-        yield _RankedList(0, request.query_texts[0], request.document_texts)
-    else:
-        for i, (query, document) in enumerate(zip(request.query_texts, request.document_texts, strict=True)):
-            yield _RankedList(i, query, (document,))
 
 
 def _prompt_blocks(
@@ -244,35 +230,17 @@ class _Text:
     truncated: bool
 
 
-class _TextReader:
-    """Reads texts as the model's own code does, which truncates long ones."""
-
-    def __init__(self, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs) -> None:
-        self._rules = rules
-        self._tokenizer = tokenizer
-        self._long_inputs = long_inputs
-
-    def query(self, text: str, index: int) -> _Text:
-        length, side = self._rules.max_query_tokens, self._long_inputs.side
-        name = InputName("queries", index)
-        ids = self._tokenizer.encode([text], "queries", length + 1, side, [name])[0]
-        # Reading no more than the model does is no truncation.
-        read = truncate(ids, length, side)
-        return self._clean(text, ids, self._long_inputs.query(read, name))
-
-    def document(self, text: str, index: int) -> _Text:
-        length = self._rules.max_document_tokens
-        # There are no windows here: the document counts as truncated for a request that wants them.
-        own_length = None if self._long_inputs.uses_windows else length
-        room, max_tokens = Room(length, 0), self._long_inputs.max_document_tokens
-        most = self._long_inputs.most_of_text(length, own_length, max_tokens)
-        name = InputName("documents", index)
-        ids = self._tokenizer.encode([text], "documents", most, self._long_inputs.side, [name])[0]
-        return self._clean(
-            text, ids, self._long_inputs.truncate_to_room(ids, room, name, own_length, max_tokens)
-        )
-
-    def _clean(self, text: str, ids: TokenIds, fitted: FittedText) -> _Text:
-        if len(fitted.tokens) < len(ids):
-            text = self._tokenizer.decode(fitted.tokens.tolist())
-        return _Text(_without_markers(text, self._rules), len(fitted.tokens), fitted.truncated)
+def _read(
+    text: str, name: InputName, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs
+) -> _Text:
+    """Reads a text as the model's own code does, which truncates long ones."""
+    is_query, side = name.param == "queries", long_inputs.side
+    length = rules.max_query_tokens if is_query else rules.max_document_tokens
+    # Reading no more than the model does is no truncation, except of documents to be read through windows.
+    own_length = length if is_query or not long_inputs.uses_windows else None
+    most = long_inputs.most_of_text(length, own_length, name.param)
+    (ids,) = tokenizer.encode([text], name.param, most, side, [name])
+    fitted = long_inputs.truncate_to_room(ids, Room(length, 0), name, own_length)
+    if len(fitted.tokens) < len(ids):
+        text = tokenizer.decode(fitted.tokens.tolist())
+    return _Text(_without_markers(text, rules), len(fitted.tokens), fitted.truncated)

@@ -28,7 +28,7 @@ _OpenPart: TypeAlias = str | Picture | ImageInputs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenContent:
-    """A content with its pictures read. Of several, only what the model needs of each is kept."""
+    """A content with its pictures read. If there are several, only the model's inputs of each are kept."""
 
     parts: tuple[_OpenPart, ...]
 
@@ -53,25 +53,17 @@ class PageBuilder:
 
     `longest` is the most tokens of a sequence. All methods raise InvalidRequestError."""
 
-    def __init__(
-        self, vision: Vision, tokenizer: TextTokenizer, longest: int, limits: PictureLimits | None = None
-    ) -> None:
+    def __init__(self, vision: Vision, tokenizer: TextTokenizer, longest: int) -> None:
         self._vision = vision
         self._tokenizer = tokenizer
         self._longest = longest
-        self._limits = PictureLimits() if limits is None else limits
 
     @property
     def image_token(self) -> str:
         """The token that stands for a picture in a written text."""
         return self._vision.image_token
 
-    @property
-    def image_token_id(self) -> int | None:
-        return self._vision.image_token_id
-
     def opened(self, content: Content, name: InputName) -> OpenContent:
-        """Reads the pictures of a content from their files."""
         pictures, texts = content.pictures, content.texts
         if not self._vision.image_token and (len(pictures) != 1 or texts):
             numbers = f"{_number(len(pictures), 'picture')} and {_number(len(texts), 'text')}"
@@ -87,7 +79,6 @@ class PageBuilder:
         return OpenContent(tuple(parts))
 
     def built(self, content: OpenContent, rules: RoleRules, name: InputName, ids: RequestIds) -> BuiltText:
-        """Builds the sequence of a content in a role."""
         texts, images = self.split(content, name)
         if rules.chat is None:
             page = self._vision.reader.page(images[0])
@@ -147,7 +138,7 @@ class PageBuilder:
 
     def _read(self, picture: AnyPicture, name: InputName) -> Picture:
         try:
-            return picture.read(self._limits)
+            return picture.read(PictureLimits())
         except PictureError as error:
             raise name.error(error) from None
 
@@ -171,20 +162,21 @@ def _number(count: int, what: str) -> str:
 
 
 def patch_of(tokens: Tokens, row: int) -> Patch | None:
-    """Returns the patch that a pooled vector stands for; None for a token beside the pictures, and for one
-    of a small copy of a whole picture."""
+    """Returns the patch of a pooled vector; None beside the pictures, and in a small copy of a whole one."""
     token = row if tokens.pooled_positions is None else int(tokens.pooled_positions[row])
     for number, image in enumerate(tokens.images):
         feature = int(np.searchsorted(image.positions, token))
         if feature < len(image.positions) and image.positions[feature] == token:
-            cell = cells_of(image)[feature]
-            return None if cell[0] < 0 else _patch(image.inputs, number, *cell.tolist())
+            row, column = cells_of(image)[feature].tolist()
+            (rows, columns), (width, height) = image.inputs.grid, image.inputs.size
+            left, right = _span(column, columns, width)
+            top, bottom = _span(row, rows, height)
+            return None if row < 0 else Patch(row, column, (left, top, right, bottom), number)
     return None
 
 
 def maps_of(tokens: Tokens, similarities: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
-    """Converts similarities [Lq, vectors] to a map [Lq, rows, columns] for each picture, NaN where a token
-    takes no part."""
+    """Converts similarities [Lq, vectors] to a map [Lq, rows, columns] for each picture; NaN: not pooled."""
     row_of = np.full(len(tokens), -1)
     pooled = np.arange(len(tokens)) if tokens.pooled_positions is None else tokens.pooled_positions
     row_of[pooled] = np.arange(len(pooled))
@@ -199,8 +191,7 @@ def maps_of(tokens: Tokens, similarities: NDArray[np.float32]) -> tuple[NDArray[
 
 
 def cells_of(image: PlacedImage) -> NDArray[np.int64]:
-    """Returns row and column [features, 2] of each feature in the grid that the model reads; -1 for those
-    of a small copy of the whole."""
+    """Returns row and column [features, 2] of each feature in the grid; -1 in a small copy of the whole."""
     inputs: ImageInputs = image.inputs
     rows, columns = inputs.grid
     features = np.arange(len(image.positions))
@@ -213,14 +204,6 @@ def cells_of(image: PlacedImage) -> NDArray[np.int64]:
     cells = np.stack([tile_row * side + row, tile_column * side + column], axis=1)
     cells[cells[:, 0] >= rows] = -1
     return cells
-
-
-def _patch(inputs: ImageInputs, picture: int, row: int, column: int) -> Patch:
-    rows, columns = inputs.grid
-    width, height = inputs.size
-    left, right = _span(column, columns, width)
-    top, bottom = _span(row, rows, height)
-    return Patch(row, column, (left, top, right, bottom), picture)
 
 
 def _span(index: int, count: int, pixels: int) -> tuple[int, int]:

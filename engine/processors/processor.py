@@ -1,5 +1,7 @@
 """Base classes of processors and plans, and what they share."""
 
+import hashlib
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.cache.store import ScoreCache
+from maxsimd.engine.cache.store import CachedScore, PairKeys, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
@@ -34,6 +36,7 @@ from maxsimd.engine.requests import (
     check_paired,
 )
 from maxsimd.engine.scoring.scale import Calibration, has_bounds
+from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.scheduler import CachedBatch, ImageJob, ResultSlot, Role, TokenSequence
 
@@ -52,9 +55,6 @@ class PriorEncoding:
     truncated: int = 0
 
 
-NO_PRIOR_ENCODING = PriorEncoding()
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan(ABC):
     """The sequences, cached documents and pictures that the engine runs for one request.
@@ -70,7 +70,7 @@ class Plan(ABC):
     images: list[ImageJob] = field(default_factory=list)
     cached_documents: int = 0
     cached_tokens: int = 0
-    prior: PriorEncoding = NO_PRIOR_ENCODING
+    prior: PriorEncoding = PriorEncoding()
 
     @abstractmethod
     def input_of(self, value: int) -> str:
@@ -79,15 +79,6 @@ class Plan(ABC):
     def refusal_of(self, value: int) -> InvalidRequestError | None:
         """Returns the error for an input that makes this value infinite or NaN, if one does."""
         return None
-
-    @property
-    def num_new_tokens(self) -> int:
-        return sum(sequence.num_new_tokens for sequence in self.sequences)
-
-    @property
-    def newly_truncated(self) -> int:
-        """Counts the inputs that this request truncated, not an earlier one."""
-        return self.truncated - self.prior.truncated
 
     @property
     def usage(self) -> Usage:
@@ -142,9 +133,8 @@ class Normalization:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScorePlan(Plan):
-    """The plan of a score request. It makes scores of values and explains them.
-
-    `truncated_queries` are among the `truncated`. `errors` are the reasons of unreadable documents."""
+    """The plan of a score request, which makes scores of values and explains them. `truncated_queries` are
+    among the `truncated`. `errors` are the reasons of unreadable documents."""
 
     request: ScoreRequest
     errors: Mapping[int, str] = field(default_factory=dict)
@@ -195,7 +185,11 @@ class ScorePlan(Plan):
         raw = self.raw_scores(values.values)
         self.cache_scores(raw)
         final = self.final_scores(raw)
-        errors = {**self._value_errors(values.errors), **self.errors}
+        errors: dict[int, str] = {}
+        for reason in dict.fromkeys(values.errors.values()):
+            failed = [value for value, other in values.errors.items() if other == reason]
+            errors |= dict.fromkeys(self.documents_of(failed), reason)
+        errors |= self.errors
         is_changed = final is not raw and not np.array_equal(raw, final, equal_nan=True)
         return ScoreResult(
             final.tolist(),
@@ -208,18 +202,10 @@ class ScorePlan(Plan):
             raw_scores=raw.tolist() if is_changed and self.keeps_order else None,
         )
 
-    def _value_errors(self, errors: Mapping[int, str]) -> dict[int, str]:
-        """Converts errors of values to errors of documents."""
-        of_documents: dict[int, str] = {}
-        for reason in dict.fromkeys(errors.values()):
-            values = [value for value, other in errors.items() if other == reason]
-            of_documents |= dict.fromkeys(self.documents_of(values), reason)
-        return of_documents
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnscoredPlan(ScorePlan):
-    """A request of which nothing is run: its time was up, or none of its documents can be read."""
+    """A request that runs nothing: its time was up, or none of its documents can be read."""
 
     @classmethod
     def of(cls, request: ScoreRequest, errors: Mapping[int, str] | None = None) -> Self:
@@ -284,7 +270,6 @@ class ReadablePlan(ScorePlan):
         return self.inner.explanation_size(self._readable(documents))
 
     def _readable(self, documents: Iterable[int]) -> list[int]:
-        """Converts document indices to those of the inner plan."""
         number = {position: i for i, position in enumerate(self.positions)}
         return [number[document] for document in documents if document in number]
 
@@ -298,15 +283,131 @@ class ReadablePlan(ScorePlan):
         return found
 
 
-def with_window_scores(explanation: Explanation, scores: Scores) -> Explanation:
-    windows = zip(explanation.windows, scores.tolist(), strict=True)
-    return replace(explanation, windows=tuple(replace(window, score=score) for window, score in windows))
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The cost of running a document: tokens, truncated inputs, whether the query was truncated, and
+    windows. If documents are run together, the first has the numbers of all."""
+
+    tokens: int
+    truncated: int
+    query_truncated: bool
+    windows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundScores:
+    """The documents of a request with cached scores, and those to run: `new`, in order. New scores go into
+    the `cache` under `keys`; None for one that is not cached."""
+
+    num_documents: int
+    new: list[int]
+    cached: dict[int, CachedScore] = field(default_factory=dict)
+    keys: list[bytes | None] = field(default_factory=list)
+    cache: ScoreCache | None = None
+
+    @classmethod
+    def none(cls, request: ScoreRequest) -> Self:
+        return cls(request.num_documents, list(range(request.num_documents)))
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(entry.tokens for entry in self.cached.values())
+
+    @property
+    def truncated_documents(self) -> int:
+        """Counts documents truncated for cached scores; in lists, the queries too."""
+        return sum(entry.truncated for entry in self.cached.values())
+
+    def truncated_queries(self, request: ScoreRequest) -> int:
+        """Counts queries truncated for cached scores, without those that are run again for new documents."""
+        run_again = {request.query_of(i) for i in self.new}
+        queries = {request.query_of(i) for i, entry in self.cached.items() if entry.query_truncated}
+        return len(queries - run_again)
+
+    def with_new(self, scores: Scores) -> Scores:
+        """Returns the scores of all documents, from those of the new ones."""
+        if not self.cached:
+            return scores
+        found = np.empty(self.num_documents, dtype=np.float32)
+        found[[*self.cached]] = [entry.score for entry in self.cached.values()]
+        found[self.new] = scores
+        return found
+
+    def put(self, scores: Scores, facts: Iterable[RunFacts]) -> None:
+        """Caches the new ones among the raw `scores` of all documents. `facts` are those of the new ones."""
+        if self.cache is None or not self.new:
+            return
+        of_new = zip(self.keys, scores[self.new].tolist(), facts, strict=True)
+        self.cache.put(
+            (key, CachedScore(score, one.tokens, one.truncated, one.query_truncated, one.windows))
+            for key, score, one in of_new
+            if key is not None and math.isfinite(score)
+        )
+
+    def explanation(self, document: int) -> Explanation | None:
+        """Explains a document whose score is cached; None for another."""
+        entry = self.cached.get(document)
+        return None if entry is None else Explanation(entry.tokens, bool(entry.truncated), cached=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CachedScorePlan(ScorePlan):
+    """A plan with cached scores. `facts` are those of the `found.new` documents."""
+
+    found: FoundScores
+    facts: list[RunFacts]
+
+    def cache_scores(self, raw: Scores) -> None:
+        self.found.put(raw, self.facts)
+
+
+def find_scores(cache: ScoreCache | None, request: ScoreRequest, together: bool) -> FoundScores:
+    """Finds the cached scores of a request; none without a `cache`. With `together` scores depend on others,
+    so those of all documents are found, or none."""
+    if cache is None or request.cache == "bypass":
+        return FoundScores.none(request)
+    keys = _score_keys(request, together)
+    found: list[CachedScore | None] = [None] * len(keys)
+    if request.cache == "use":
+        entries = iter(cache.find([key for key in keys if key is not None]))
+        found = [None if key is None else next(entries) for key in keys]
+    if request.explain:
+        # The cache has only the best score of several windows, and no tokens of a joint run.
+        found = [None if entry is None or entry.windows > 1 or together else entry for entry in found]
+    if together and None in found:
+        found = [None] * len(keys)
+    new = [i for i, entry in enumerate(found) if entry is None]
+    cached = {i: entry for i, entry in enumerate(found) if entry is not None}
+    return FoundScores(len(keys), new, cached, [keys[i] for i in new], cache)
+
+
+def _score_keys(request: ScoreRequest, together: bool) -> list[bytes | None]:
+    """Returns the key of each document's score; None for pairs with pictures, which are not cached."""
+    how = f"{request.truncation!r} {request.instruction!r} {request.cache_owner!r}"
+    is_one_list = together and len(request.queries) == 1
+    if is_one_list:
+        all_documents = hashlib.blake2b(digest_size=32)
+        for given in request.document_texts:
+            text = given.encode("utf-8", "surrogatepass")
+            all_documents.update(len(text).to_bytes(8, "big") + text)
+        how = f"{how} {all_documents.hexdigest()}"
+    keys: list[bytes | None] = [None] * request.num_documents
+    of_query: dict[int, PairKeys] = {}
+    for i, document in enumerate(request.documents):
+        number = request.query_of(i)
+        query = request.queries[number]
+        if isinstance(query, str) and isinstance(document, str):
+            yield_to_smaller()
+            if number not in of_query:
+                of_query = {number: PairKeys(query, how)}
+            # Equal documents of a list have different scores, by their places.
+            keys[i] = of_query[number].key(str(i) if is_one_list else document)
+    return keys
 
 
 def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
-    """Raises RequestTooLargeError if explanations could become too long.
-
-    At most `explain` documents are explained, and `lines` has the lines of each document."""
+    """Raises RequestTooLargeError if explanations could become too long: of the `explain` documents with most
+    `lines`."""
     totals = [*accumulate(nlargest(explain, lines))]
     if totals and totals[-1] > MOST_EXPLAINED:
         possible = bisect_right(totals, MOST_EXPLAINED)
@@ -319,8 +420,7 @@ def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestIds:
-    """The ids of one request and its sequences, which all come from the same `sequence_ids`. `most_tokens`
-    is the limit of the request's tokens."""
+    """The ids of one request and its sequences, and the limit of its tokens."""
 
     request_id: int
     sequence_ids: Iterator[int]
@@ -330,7 +430,6 @@ class RequestIds:
         return next(self.sequence_ids)
 
     def slot(self, index: int) -> ResultSlot:
-        """Returns where value `index` of the request goes."""
         return ResultSlot(self.request_id, index)
 
     def check_tokens(self, tokens: int) -> None:
@@ -349,17 +448,14 @@ PlanT = TypeVar("PlanT", bound=Plan)
 class PrefixSharing:
     """Decides which prefixes are run once for all pairs that begin with them.
 
-    A step with a shared prefix cannot be replayed as a CUDA graph; the host launches it kernel by kernel.
-    `launch_tokens` is how many tokens the device computes in that time; None if steps are never replayed,
-    so that every prefix is shared."""
+    A step with a shared prefix is not replayed as a CUDA graph, but launched kernel by kernel. The device
+    computes `launch_tokens` in that time; None if steps are never replayed."""
 
     launch_tokens: int | None = None
 
     def is_worth(self, prefix: int, consumers: int, own: int) -> bool:
-        """Whether to share a prefix among `consumers` sequences, which have `own` more tokens in all.
-
-        Sharing saves the prefix for all consumers but one. A step smaller than `launch_tokens` loses the
-        difference."""
+        """Whether to share a prefix among `consumers` sequences, which have `own` more tokens in all. That
+        saves the prefix for all but one. A step smaller than `launch_tokens` loses the difference."""
         if self.launch_tokens is None:
             return True
         saved = prefix * (consumers - 1)
@@ -369,10 +465,8 @@ class PrefixSharing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessorContext:
-    """The model, tokenizer, limits and cache that the processors of one model share.
-
-    The `cache` has embeddings if documents are encoded without their query, else scores. Items are compared
-    in the precision `scored_in`."""
+    """The model, tokenizer, limits and cache that the processors of one model share. The `cache` is of
+    embeddings or of scores. Items are compared in the precision `scored_in`."""
 
     model: LoadedModel
     tokenizer: TextTokenizer
@@ -391,9 +485,8 @@ class ProcessorContext:
         return self.cache if isinstance(self.cache, ScoreCache) else None
 
     def with_instruction(self, request: ScoreRequest) -> ScoreRequest:
-        """Returns the request with its own instruction, else the model's.
-
-        Raises InvalidRequestError if the model takes none, or if it is too long."""
+        """Returns the request with its own instruction, else the model's. Refuses one that is too long, or
+        that the model does not take."""
         if request.instruction is not None and not self.model.takes_instruction:
             raise InvalidRequestError("this model takes no instruction; leave it out", "instruction")
         if not request.instruction:
@@ -472,9 +565,8 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
     def read(
         self, queries: Scored, documents: Scored, options: ScoreOptions, top_n: int | None = None
     ) -> ScoreRequest:
-        """Makes a request of what a caller passes in. At most `top_n` documents will be explained.
-
-        Raises InvalidRequestError for what the model cannot do."""
+        """Makes a request of what a caller passes in. At most `top_n` documents will be explained. Raises
+        InvalidRequestError for what the model cannot do."""
         self.check_options(options)
         if options["normalize"]:
             Normalization.of(self._model)
@@ -522,7 +614,6 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
         return Normalization.of(self._model, self._context.calibration) if request.normalize else None
 
     def _unreadable(self, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:
-        """Yields unreadable documents, with the reason."""
         tried: dict[str, tuple[int, str | None]] = {}
         whole = []
         for i, document in enumerate(request.documents):

@@ -2,13 +2,12 @@
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
-from maxsimd.engine.processors.classification import ClassificationProcessor, PairClassificationProcessor
 from maxsimd.engine.processors.cross_encoder import CrossEncoderProcessor
 from maxsimd.engine.processors.dual_encoder import DualEncoderProcessor, QueryProcessor
 from maxsimd.engine.processors.embedding import EmbeddingProcessor
 from maxsimd.engine.processors.listwise import ListwiseProcessor
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
-from maxsimd.engine.processors.text.builder import LengthLimits
+from maxsimd.engine.processors.text.builder import LengthLimits, shortest_text
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 
 # Each kind of model that scores documents.
@@ -26,8 +25,6 @@ class Processors:
         model = context.model
         self.scores = next(kind for kind in SCORE_PROCESSORS if kind.is_for(model))(context)
         self.embedding = EmbeddingProcessor(context)
-        self.classification = ClassificationProcessor(context)
-        self.pair_classification = PairClassificationProcessor(context, self.scores)
 
     @property
     def queries(self) -> QueryProcessor:
@@ -68,9 +65,8 @@ def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunke
 def shortest_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> dict[str, int]:
     """Returns the tokens of the shortest sequence of each kind, by its name in errors."""
     limits = LengthLimits(model.max_tokens, window_overlap=0)
-    processors = Processors(ProcessorContext(model, tokenizer, limits))
-    shortest = processors.scores.shortest_sequences()
+    shortest = Processors(ProcessorContext(model, tokenizer, limits)).scores.shortest_sequences()
     # A listwise model takes no texts by themselves.
     if model.listwise is None:
-        shortest |= processors.embedding.shortest_sequences()
+        shortest["a text"] = shortest_text(model.text, tokenizer)
     return shortest

@@ -4,10 +4,10 @@ import logging
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -43,20 +43,16 @@ _INSTRUCTION = "Find the passage that answers"
 _WORDS = ("a", "the", "w1", "1", "e")
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    name: str
-    text: str
+# A name and a text.
+_Probe: TypeAlias = tuple[str, str]
 
 
 def check_texts(
     model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, content: str | None
 ) -> str | None:
-    """Compares preprocessing with the checkpoint's own library, and says how many texts were compared.
-    `content` is the `texts_content` from before the model was read: returns None if it was compared before.
-    With None it is compared anyway, and not remembered.
-
-    Raises ModelLoadError if a text is read differently."""
+    """Compares preprocessing with the checkpoint's own library, and says how many texts were compared; None
+    if they were before. `content` is the `texts_content` from before the model was read. With None it is not
+    remembered. Raises ModelLoadError if a text is read differently."""
     if content is not None and knows_texts(content):
         return None
     started = time.perf_counter()
@@ -74,8 +70,7 @@ def check_texts(
 def in_library_terms(
     model: LoadedModel, config: EngineConfig, query: str, instruction: str | None
 ) -> tuple[str, str | None]:
-    """Returns the query and instruction with which a reader reads a pair as it is read here. None leaves
-    the checkpoint's own instruction."""
+    """Returns the query and instruction with which a reader reads a pair as it is read here."""
     used = config.instruction if instruction is None else instruction
     if model.pairs.template is not None:
         return (config.query_prompt or "") + query, used
@@ -135,29 +130,35 @@ class _Check:
         for role in roles:
             kind = _NEITHER if role is None else f"a {role}"
             prompt = None if role is None else prompts[role]
-            same = role is None and _same_rules(model.text, model.document)
+            text, document = model.text, model.document
+            plain = all(each.expansion is None and each.chat is None for each in (text, document))
+            alike = (text.prompt, text.max_tokens) == (document.prompt, document.max_tokens)
+            same = role is None and plain and alike
             probes = self._probes[:2] if same else [*self._probes, *self._long_texts(role)]
             for probe in probes:
-                self._text(probe, kind, role, prompt)
+                self._text(*probe, kind, role, prompt)
         for name, prompt in model.prompts.items():
-            self._named(name, prompt)
+            kind = f"a text behind the prompt {name!r}"
+            self._text("a short text", _DOCUMENT, kind, None, prompt, prompt_name=name)
         if model.query.takes_instruction:
             prompt = model.query.instructed(_INSTRUCTION).prompt
-            self._text(self._probes[0], "a query with an instruction", "query", prompt, _INSTRUCTION)
+            self._text(*self._probes[0], "a query with an instruction", "query", prompt, _INSTRUCTION)
 
     def _text(
         self,
-        probe: _Probe,
+        name: str,
+        text: str,
         kind: str,
         role: TextRole | None,
         prompt: str | None,
         instruction: str | None = None,
+        prompt_name: str | None = None,
     ) -> None:
         self._compare(
-            probe.name,
+            name,
             kind,
-            lambda: self._ours.text(probe.text, role, instruction),
-            lambda: self._reader.text(probe.text, role, prompt, self._limit_in(role)),
+            partial(self._ours.text, text, role, instruction, prompt_name),
+            partial(self._reader.text, text, role, prompt, self._limit_in(role)),
             self._model.rules(role),
         )
 
@@ -169,21 +170,12 @@ class _Check:
         own = rules.max_tokens if role is None else None
         return min(self._limit - around, own or self._limit)
 
-    def _named(self, name: str, prompt: str) -> None:
-        self._compare(
-            "a short text",
-            f"a text behind the prompt {name!r}",
-            lambda: self._ours.text(_DOCUMENT, None, prompt_name=name),
-            lambda: self._reader.text(_DOCUMENT, None, prompt, self._limit_in(None)),
-            self._model.text,
-        )
-
     # Queries and documents that are read together.
 
     def _pairs(self) -> None:
         texts = self._probes
-        for probe, other in zip(texts, [*texts[1:], texts[0]], strict=True):
-            self._pair(f"{probe.name}, and {other.name}", probe.text, other.text)
+        for (name, query), (other, document) in zip(texts, [*texts[1:], texts[0]], strict=True):
+            self._pair(f"{name}, and {other}", query, document)
         for name, query, document in self._long_pairs():
             self._pair(name, query, document)
         if self._model.takes_instruction:
@@ -194,25 +186,21 @@ class _Check:
         self._compare(
             name,
             "a pair",
-            lambda: self._ours.pair(query, document, instruction),
-            lambda: self._reader.pair(read_query, document, used, self._limit),
+            partial(self._ours.together, query, [document], instruction),
+            partial(self._reader.pair, read_query, document, used, self._limit),
             self._model.text,
         )
 
     def _listwise(self) -> None:
         rules = self._model.listwise
         assert rules is not None
-        for probe in self._probes:
+        for name, text in self._probes:
             # The model's own code takes its markers out of texts.
-            text = probe.text.replace(rules.query_marker, "").replace(rules.document_marker, "")
-            prompt = listwise_prompt(_QUERY, [text, _DOCUMENT], self._config.instruction, rules)
-            self._compare(
-                probe.name,
-                "a document",
-                lambda probe=probe: self._ours.listed(_QUERY, [probe.text, _DOCUMENT]),  # type: ignore[misc]
-                lambda prompt=prompt: self._reader.text(prompt, None, None, self._limit),  # type: ignore[misc]
-                self._model.text,
-            )
+            cleaned = text.replace(rules.query_marker, "").replace(rules.document_marker, "")
+            prompt = listwise_prompt(_QUERY, [cleaned, _DOCUMENT], self._config.instruction, rules)
+            ours = partial(self._ours.together, _QUERY, [text, _DOCUMENT])
+            theirs = partial(self._reader.text, prompt, None, None, self._limit)
+            self._compare(name, "a document", ours, theirs, self._model.text)
 
     def _compare(
         self,
@@ -239,7 +227,11 @@ class _Check:
         if len(expected.ids) > self._limit:  # the library does not truncate, and its model cannot read it
             return
         if self._model.score_task == "classify":
-            expected = self._for_classifier(expected)
+            # The classifier reads no further than its token.
+            types = np.zeros_like(expected.ids) if expected.type_ids is None else expected.type_ids
+            tokens = self._model.for_classifier(Tokens(expected.ids, types))
+            attended = min(expected.attended, len(tokens))
+            expected = Reading(tokens.ids, tokens.type_ids, attended, tokens.pooled_positions)
         difference = self._difference(found, expected, rules)
         if difference is not None:
             raise ModelLoadError(
@@ -248,13 +240,6 @@ class _Check:
                 f"{difference}; use {self._reader.library} for it, or report it with this message"
             )
         self._compared[kind] += 1
-
-    def _for_classifier(self, reading: Reading) -> Reading:
-        """Ends a reading at the token that the classifier reads."""
-        types = np.zeros_like(reading.ids) if reading.type_ids is None else reading.type_ids
-        tokens = self._model.for_classifier(Tokens(reading.ids, types))
-        attended = min(reading.attended, len(tokens))
-        return Reading(tokens.ids, tokens.type_ids, attended, tokens.pooled_positions)
 
     def _difference(self, found: AnyTokens, expected: Reading, rules: RoleRules) -> str | None:
         """Returns the first difference between a sequence and a reading, in words."""
@@ -268,7 +253,13 @@ class _Check:
             wanted = wanted[: int(np.argmax(wanted == rules.last_id)) + 1]
             attended = min(attended, len(wanted))
         if not np.array_equal(ids, wanted):
-            return self._first_id(ids, wanted)
+            both = min(len(ids), len(wanted))
+            apart = np.flatnonzero(ids[:both] != wanted[:both])
+            if not len(apart):
+                return f"it has {len(wanted)} tokens, not {len(ids)}"
+            at = int(apart[0])
+            ours, theirs = (f"{each[at]} {self._tokenizer.token(int(each[at]))!r}" for each in (ids, wanted))
+            return f"token {at} is {theirs}, not {ours}"
         if self._model.takes_type_ids:
             wanted_types = np.zeros_like(wanted) if expected.type_ids is None else expected.type_ids
             if not np.array_equal(types, wanted_types[: len(types)]):
@@ -287,15 +278,6 @@ class _Check:
                 return f"{len(pooled)} tokens are pooled, not {len(scored)}, or others"
         return None
 
-    def _first_id(self, ids: np.ndarray, wanted: np.ndarray) -> str:
-        both = min(len(ids), len(wanted))
-        apart = np.flatnonzero(ids[:both] != wanted[:both])
-        if not len(apart):
-            return f"it has {len(wanted)} tokens, not {len(ids)}"
-        at = int(apart[0])
-        ours, theirs = (f"{each[at]} {self._tokenizer.token(int(each[at]))!r}" for each in (ids, wanted))
-        return f"token {at} is {theirs}, not {ours}"
-
     def _long_texts(self, role: TextRole | None) -> Iterator[_Probe]:
         """Yields texts of exactly as many tokens as a role reads, of one more, one less, and many more."""
         rules = self._model.rules(role)
@@ -307,7 +289,7 @@ class _Check:
         around += len(self._tokenizer.encode([rules.before], "text")[0]) if rules.before else 0
         for words in (limit - around - 1, limit - around, limit - around + 1, limit + limit // 4 + 8):
             if words > 0:
-                yield _Probe(f"{words} words", " ".join([word] * words))
+                yield f"{words} words", " ".join([word] * words)
 
     def _long_pairs(self) -> Iterator[tuple[str, str, str]]:
         """Yields pairs of just as many tokens as are read, one more, and with long texts."""
@@ -316,7 +298,7 @@ class _Check:
             return
         limit = self._limit
         try:
-            around = len(self._ours.pair(word, word, None)) - 2
+            around = len(self._ours.together(word, [word])) - 2
         except InvalidRequestError:
             return
         room = limit - around
@@ -346,7 +328,7 @@ class _Preprocessed:
         self._model = model
         limits = LengthLimits(longest, window_overlap=0, side=model.truncation_side)
         self._processors = Processors(ProcessorContext(model, tokenizer, limits))
-        self._sequence_ids = count()
+        self._ids = RequestIds(0, count(), most_tokens=1 << 40)
 
     def text(
         self, text: str, role: TextRole | None, instruction: str | None = None, prompt_name: str | None = None
@@ -355,53 +337,40 @@ class _Preprocessed:
         if role is None:
             task: Any = self._model.score_task
             request = EmbedRequest(texts=(text,), task=task, prompt_name=prompt_name, truncation=CUT_LONG)
-            texts = self._processors.classification if task == "classify" else self._processors.embedding
-            (sequence,) = texts.prepare(request, self._ids).sequences
+            (sequence,) = self._processors.embedding.prepare(request, self._ids).sequences
             return sequence.payload.tokens
         query, document = (text, _DOCUMENT) if role == "query" else (_QUERY, text)
         wanted = Role.QUERY if role == "query" else Role.DOCUMENT
-        sequences = self._score((query,), (document,), instruction)
+        sequences = self._score(query, [document], instruction)
         return next(each.payload.tokens for each in sequences if each.payload.role is wanted)
 
-    def pair(self, query: str, document: str, instruction: str | None) -> AnyTokens:
-        (sequence,) = self._score((query,), (document,), instruction)
-        return sequence.payload.tokens
+    def together(self, query: str, documents: Sequence[str], instruction: str | None = None) -> AnyTokens:
+        """Returns a pair, or the first block of documents that are ranked together."""
+        return self._score(query, documents, instruction)[0].payload.tokens
 
-    def listed(self, query: str, documents: list[str]) -> AnyTokens:
-        """Returns the first block of documents that are ranked together."""
-        return self._score((query,), tuple(documents), None)[0].payload.tokens
-
-    def _score(
-        self, queries: tuple[str, ...], documents: tuple[str, ...], instruction: str | None
-    ) -> list[TokenSequence]:
+    def _score(self, query: str, documents: Sequence[str], instruction: str | None) -> list[TokenSequence]:
         request = ScoreRequest(
-            queries=queries, documents=documents, truncation=CUT_LONG, instruction=instruction
+            queries=(query,), documents=tuple(documents), truncation=CUT_LONG, instruction=instruction
         )
         return self._processors.scores.prepare(request, self._ids).sequences
 
-    @property
-    def _ids(self) -> RequestIds:
-        return RequestIds(0, self._sequence_ids, most_tokens=1 << 40)
-
 
 def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[TokenSequence, ...]:
-    """Returns sequences of at most 512 tokens for the self-check of execution, some with special tokens in
-    their texts. Refused texts are left out."""
+    """Returns short sequences for the self-check of execution, some with special tokens in their texts."""
     ours = _Preprocessed(model, tokenizer, min(model.max_tokens, _LONGEST_SAMPLE))
     specials = _special_tokens(model)
     mixed = " ".join(f"{token} {word}" for token, word in zip(specials, _QUERY.split() * 3, strict=False))
     ending = "".join(["Zürich ", *specials])
     wanted: list[Callable[[], AnyTokens]]
     if model.listwise is not None:
-        wanted = [lambda: ours.listed(_QUERY, [mixed, ending, ""])]
-    elif model.score_task == "classify" and model.pairs.template is not None:
-        wanted = [lambda: ours.pair("opened?", ending, None)]
+        wanted = [partial(ours.together, _QUERY, [mixed, ending, ""])]
     elif model.score_task == "classify":
-        wanted = [lambda: ours.pair(mixed, "a file", None), lambda: ours.pair("opened?", ending, None)]
-        wanted.append(lambda: ours.text(ending, None))
+        wanted = [partial(ours.together, "opened?", [ending])]
+        if model.pairs.template is None:
+            wanted = [partial(ours.together, mixed, ["a file"]), *wanted, partial(ours.text, ending, None)]
     else:
-        wanted = [lambda: ours.text(mixed, "query"), lambda: ours.text(ending, "document")]
-        wanted.append(lambda: ours.text("a", None))
+        wanted = [partial(ours.text, mixed, "query"), partial(ours.text, ending, "document")]
+        wanted.append(partial(ours.text, "a", None))
     sequences = []
     for make in wanted:
         try:
@@ -418,34 +387,34 @@ def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Token
 def _short_probes(model: LoadedModel) -> list[_Probe]:
     umlauts = "Zürich grüßt: ÄÖÜ, naïve café"
     letters = " ".join("abcdefghijklmnopqrstuvwxyz")
-    probes = [
-        _Probe("a short text", _QUERY),
-        _Probe("a sentence", _DOCUMENT),
-        _Probe("an empty text", ""),
-        _Probe("blanks around", "  two words \n"),
-        _Probe("upper case", "HOW Is A FILE OPENED?"),
-        _Probe("composed umlauts", unicodedata.normalize("NFC", umlauts)),
-        _Probe("decomposed umlauts", unicodedata.normalize("NFD", umlauts)),
-        _Probe("emoji with joiners", "done 👩‍💻 👨‍👩‍👧‍👦 ✅️!"),
-        _Probe("right to left", "שלום עולם، مرحبا بالعالم ٣٤"),
-        _Probe("digits", "12.5 + 2,100,000 = 1e6; 0x1F 2024-11-27"),
-        _Probe("a long word", "Donaudampfschifffahrtsgesellschaft" * 4),
-        _Probe("single letters", f"{letters} {letters.upper()}"),
-        _Probe("letters that are rare", "ſ ꙮ 𐍈 ᚠ Ŋ 東京 ﬁ ½ €"),
-        _Probe("lines", "one\n\ntwo\r\n\tthree "),
+    probes: list[_Probe] = [
+        ("a short text", _QUERY),
+        ("a sentence", _DOCUMENT),
+        ("an empty text", ""),
+        ("blanks around", "  two words \n"),
+        ("upper case", "HOW Is A FILE OPENED?"),
+        ("composed umlauts", unicodedata.normalize("NFC", umlauts)),
+        ("decomposed umlauts", unicodedata.normalize("NFD", umlauts)),
+        ("emoji with joiners", "done 👩‍💻 👨‍👩‍👧‍👦 ✅️!"),
+        ("right to left", "שלום עולם، مرحبا بالعالم ٣٤"),
+        ("digits", "12.5 + 2,100,000 = 1e6; 0x1F 2024-11-27"),
+        ("a long word", "Donaudampfschifffahrtsgesellschaft" * 4),
+        ("single letters", f"{letters} {letters.upper()}"),
+        ("letters that are rare", "ſ ꙮ 𐍈 ᚠ Ŋ 東京 ﬁ ½ €"),
+        ("lines", "one\n\ntwo\r\n\tthree "),
     ]
     specials = _special_tokens(model)
     for token in specials:
-        probes.append(_Probe(f"the token {token} in it", f"{token} a file{token}opened {token} now"))
-        probes.append(_Probe(f"the token {token} at its end", f"a file {token}"))
+        probes.append((f"the token {token} in it", f"{token} a file{token}opened {token} now"))
+        probes.append((f"the token {token} at its end", f"a file {token}"))
     added = model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
     rows = model.token_rows
     others = [added[each].content for each in sorted(added) if rows is None or each < rows]
     others = [token for token in others if token not in specials and token != _picture_token(model)]
     if others:
-        probes.append(_Probe("added tokens", " a ".join(others[:_ADDED])))
+        probes.append(("added tokens", " a ".join(others[:_ADDED])))
     if _picture_token(model):
-        probes.append(_Probe("the token of pictures", f"a {_picture_token(model)} b"))
+        probes.append(("the token of pictures", f"a {_picture_token(model)} b"))
     return probes
 
 
@@ -462,15 +431,8 @@ def _picture_token(model: LoadedModel) -> str:
     return "" if model.vision is None else model.vision.image_token
 
 
-def _same_rules(one: RoleRules, other: RoleRules) -> bool:
-    """Whether texts in two roles become the same tokens."""
-    plain = one.expansion is None and other.expansion is None and one.chat is None and other.chat is None
-    return plain and (one.prompt, one.max_tokens) == (other.prompt, other.max_tokens)
-
-
 def _limit_of(model: LoadedModel, config: EngineConfig) -> int:
-    """Returns the most tokens for the library, if it would read more than the model's positions or than
-    the options allow."""
+    """Returns the most tokens that the library may read: the model's positions and the options limit it."""
     settings = model.backbone.config
     limits = [int(model.tokenizer.model_max_length)]
     positions = getattr(settings, "max_position_embeddings", None)

@@ -1,6 +1,4 @@
-"""MaxSim over packed ragged embeddings, in backends with one signature. `maxsim_reference` is the
-definition.
-"""
+"""MaxSim over packed ragged embeddings, in backends with one signature; `maxsim_reference` defines it."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +32,7 @@ def maxsim_reference(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64
     return scores
 
 
-# Rows over which the first level takes maxima: a power of two. Documents are padded to a multiple of it with
-# their last row, which changes no maximum.
+# Rows over which the first level takes maxima: a power of two. Documents are padded with their last row.
 BLOCK = 32
 # The similarities of a tile of documents stay in the second-level cache.
 TILE_BYTES = 2 * 1024 * 1024
@@ -50,8 +47,7 @@ Indices = NDArray[np.int64]
 
 
 def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Tensor:
-    """Multiplies tiles of documents that stay in cache, with sums in float32, by torch. On a CPU, NumPy takes
-    the maxima."""
+    """Multiplies tiles of documents that stay in cache. On a CPU, NumPy takes the maxima."""
     scores = torch.full(
         (len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device, dtype=torch.float32
     )
@@ -167,11 +163,6 @@ def _tokens_of(wanted: Indices, documents: Ragged, lengths: Indices) -> torch.Te
 Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _has_compiled_kernel(device: torch.device) -> bool:
-    """Whether the kernel was built and this machine has AVX-512 with VNNI and BF16."""
-    return device.type == "cpu" and kernels.is_available()
-
-
 def maxsim_avx512(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
     """MaxSim by the compiled kernel; falls back to `maxsim_tiled` for other precisions and dimensions."""
     dtype, dim = documents.values.dtype, documents.values.shape[1]
@@ -225,29 +216,17 @@ MaxSimSpans = Callable[[Ragged, Spans, NDArray[np.int64]], torch.Tensor]
 # The same for documents that each have their own tensor.
 MaxSimApart = Callable[[Ragged, Sequence[Rows], NDArray[np.int64]], torch.Tensor]
 
-__all__ = [
-    "MaxSim",
-    "MaxSimApart",
-    "MaxSimSpans",
-    "Rows",
-    "choose_maxsim",
-    "choose_maxsim_spans",
-    "maxsim_apart_avx512",
-    "maxsim_avx512",
-    "maxsim_reference",
-    "maxsim_tiled",
-]
-
 
 def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:
     """Returns the backend for a name (auto, reference, tiled, avx512, triton), with its own name.
 
     `auto` is Triton on a CUDA device that has it. On a CPU it is the compiled kernel (`avx512`), if allowed,
-    on processors with AVX-512, VNNI and BF16. Otherwise it is `tiled`. Raises ValueError if the named backend
-    cannot run on the device."""
+    on processors with AVX-512, VNNI and BF16, else `tiled`. Raises ValueError if the device cannot run it."""
     if name == "reference":
         return "reference", maxsim_reference
-    if _has_compiled_kernel(device) and (name == "avx512" or (name == "auto" and compiled_allowed)):
+    # The kernel was built, and this machine has AVX-512 with VNNI and BF16.
+    has_compiled = device.type == "cpu" and kernels.is_available()
+    if has_compiled and (name == "avx512" or (name == "auto" and compiled_allowed)):
         return "avx512", maxsim_avx512
     if name == "tiled" or (name == "auto" and device.type != "cuda"):
         return "tiled", maxsim_tiled

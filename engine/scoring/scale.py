@@ -21,10 +21,9 @@ _EXTREME = 1e30
 
 @dataclass(frozen=True, slots=True)
 class ScoreScale:
-    """`transform` names what the score is: maxsim (sum over query tokens of the best cosine), meanmaxsim
-    (the mean), cosine, dot, euclidean or manhattan (distances below 0), sparse and the like, hybrid, or a
-    classifier's activation (logit: none). "clipped": negative scores are 0. None for `least` or `most`:
-    unbounded."""
+    """`transform` names what the score is: maxsim (sum over query tokens of the best cosine), meanmaxsim (the
+    mean), cosine, dot, euclidean or manhattan (distances below 0), sparse and the like, hybrid, or a
+    classifier's activation (logit: none). "clipped": negative scores are 0. None: unbounded."""
 
     transform: str
     least: float | None

@@ -1,28 +1,23 @@
-"""Scores a step's documents against their queries: new documents, documents read through windows, cached
-ones.
-"""
+"""Scores a step's documents against their queries: new ones, those read through windows, cached ones."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, EmbeddingFacts, PendingEmbeddings
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.requests import Value
-from maxsimd.engine.scoring.maxsim import MaxSim, MaxSimApart, MaxSimSpans
+from maxsimd.engine.scoring.maxsim import Indices, MaxSim, MaxSimApart, MaxSimSpans
 from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs, score_with_matches
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged, Spans, decoded, joined_on, to_device
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, TokenSequence, Window
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,19 +31,6 @@ class ScoringJob:
     slots: tuple[ResultSlot, ...]
     explained: Mapping[int, Explained]
     share: float = 1.0
-
-    @classmethod
-    def of_one(
-        cls,
-        embedding: torch.Tensor,
-        slots: tuple[ResultSlot, ...],
-        explained: Mapping[int, Explained],
-        share: float = 1.0,
-    ) -> Self:
-        """One query with as many documents as slots."""
-        pairs = np.zeros((len(slots), 2), dtype=np.int64)
-        pairs[:, 1] = np.arange(len(slots))
-        return cls([embedding], pairs, slots, explained, share)
 
     @property
     def queries(self) -> Ragged:
@@ -100,21 +82,12 @@ class CachedDocuments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CacheHit:
-    """A sequence that is not run: its embedding has been cached since its request came."""
+class SkippedSequence:
+    """A sequence that is not run: its embedding has been cached since its request came, or, without an
+    `embedding`, an equal document comes before it in the step."""
 
     sequence: TokenSequence
-    embedding: CachedEmbedding
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Duplicate:
-    """A sequence that is not run: an equal document comes before it in the step."""
-
-    sequence: TokenSequence
-
-
-SkippedSequence: TypeAlias = CacheHit | Duplicate
+    embedding: CachedEmbedding | None = None
 
 
 class Result(NamedTuple):
@@ -162,10 +135,8 @@ class Arrival(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """The result of scoring a stage of a step, before it is delivered.
-
-    `host` holds the outputs' numbers end to end, float32 [n], once the device has come to `arrival` (None:
-    now)."""
+    """The result of scoring a stage of a step, before it is delivered. `host` holds the outputs' numbers end
+    to end, float32 [n], once the device has come to `arrival` (None: now)."""
 
     outputs: tuple[Output, ...]
     host: torch.Tensor
@@ -175,10 +146,8 @@ class StepOutcome:
     arrival: Arrival | None
 
     def results(self) -> list[Result]:
-        """Returns the values for all slots, once the numbers have arrived.
-
-        Values are copied out of pinned memory: a view that a caller keeps would hold the whole step's
-        block, and torch never frees pinned memory."""
+        """Returns the values for all slots, once the numbers are there. They are copied out of pinned memory:
+        a view that a caller keeps would hold the whole step's block, which torch never frees."""
         flat = self.host.numpy()
         is_pinned = self.host.is_pinned()
         results: list[Result] = []
@@ -205,9 +174,8 @@ class _StoredQuery:
 
 
 class QueryStore:
-    """Holds each query's embedding [tokens, dim] until its announced number of documents is scored.
-
-    Putting a query twice is like putting it once, so that a step may be retried."""
+    """Holds each query's embedding [tokens, dim] until its announced number of documents is scored. A query
+    may be put twice, so that a step may be retried."""
 
     def __init__(self) -> None:
         self._queries: dict[int, _StoredQuery] = {}
@@ -233,57 +201,49 @@ class QueryStore:
                 del self._queries[query_id]
 
     def drop_request(self, request_id: int) -> None:
-        owned = [query_id for query_id, query in self._queries.items() if query.request_id == request_id]
-        for query_id in owned:
+        for query_id in [i for i, query in self._queries.items() if query.request_id == request_id]:
             del self._queries[query_id]
 
 
 class WindowStore:
-    """Holds the token embeddings of windows until their document is complete.
-
-    Before a step is retried, its windows must be forgotten: a document is complete exactly once."""
+    """Holds the token embeddings of windows until their document is complete, exactly once: before a step is
+    retried, its windows must be forgotten."""
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[int, torch.Tensor]] = {}
-        self._requests: dict[int, int] = {}
-        self._tokens: dict[int, dict[int, int]] = {}
+        # By document id, then by the window's sequence id.
+        self._held: dict[int, dict[int, tuple[TokenSequence, torch.Tensor]]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def put(self, sequence: TokenSequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
         """Returns the whole document's embeddings [tokens, dim] with its last window, else None."""
-        self._requests[window.document_id] = sequence.request_id
         document = self._held.setdefault(window.document_id, {})
-        self._tokens.setdefault(window.document_id, {})[sequence.sequence_id] = len(sequence)
         # A clone, so that one window does not hold the whole step's tensor alive.
-        document[sequence.sequence_id] = embedding.clone()
+        document[sequence.sequence_id] = sequence, embedding.clone()
         if len(document) < window.num_windows:
             return None
-        return torch.cat([document[sequence_id] for sequence_id in sorted(document)])
+        return torch.cat([document[sequence_id][1] for sequence_id in sorted(document)])
 
     def tokens(self, document_id: int) -> int:
         """Returns how many tokens of a document's windows have arrived."""
-        return sum(self._tokens[document_id].values())
+        return sum(len(sequence) for sequence, _ in self._held[document_id].values())
 
     def forget(self, sequence_ids: Collection[int]) -> None:
         """Undoes `put` for these sequences."""
         for document_id, windows in list(self._held.items()):
             for sequence_id in [found for found in windows if found in sequence_ids]:
                 del windows[sequence_id]
-                del self._tokens[document_id][sequence_id]
             if not windows:
-                self.release(document_id)
+                del self._held[document_id]
 
     def release(self, document_id: int) -> None:
         self._held.pop(document_id, None)
-        self._requests.pop(document_id, None)
-        self._tokens.pop(document_id, None)
 
     def drop_request(self, request_id: int) -> None:
-        owned = [document for document, owner in self._requests.items() if owner == request_id]
-        for document_id in owned:
-            self.release(document_id)
+        firsts = {document_id: next(iter(windows.values()))[0] for document_id, windows in self._held.items()}
+        for document_id in [i for i, first in firsts.items() if first.request_id == request_id]:
+            del self._held[document_id]
 
 
 _NO_QUERY = "the query's embedding is no longer stored"
@@ -308,8 +268,7 @@ class ScoredDocuments:
 
 
 class DocumentScorer:
-    """Owns queries whose documents are still to come, and documents with missing windows. Used by the scoring
-    actor alone.
+    """Owns queries whose documents are still to come, and documents with missing windows.
 
     Documents are compared on `device` in `dtype`, or as int8 if they are cached so and `maxsim`
     `takes_int8`. Cached ones are compared on the host by `maxsim_apart`, or in the cache's slab by
@@ -342,14 +301,15 @@ class DocumentScorer:
     def score(
         self, pooled: Sequence[Pooled], skipped: Sequence[SkippedSequence], cached: Sequence[CachedBatch]
     ) -> ScoredDocuments:
-        """Scores all documents that a step completes, in one batch for each task.
-
-        Stores the step's queries and windows by their ids. Releases nothing: `commit` does, once the
-        scores are delivered. Before a failed step is retried, `forget` must be called with its ids."""
+        """Scores all documents that a step completes, in one batch for each task. Stores the step's queries
+        and windows by their ids, which `commit` releases once the scores are delivered. Before a failed step
+        is retried, `forget` must be called with its ids."""
         made = ScoredDocuments()
         new_rows: dict[bytes, tuple[Ragged, int]] = {}
         for task in pooled:
-            self._store_queries(task)
+            for i, sequence in enumerate(task.sequences):
+                if sequence.num_consumers:
+                    self.queries.put(sequence, task.items[i])
             documents, items = self._complete_documents(task, made)
             for part, rows in self._quantize_and_stage_for_cache(documents, items, new_rows, made):
                 self._score_ragged(self._find_queries(part, made), rows, made)
@@ -370,14 +330,8 @@ class DocumentScorer:
             self.windows.release(document_id)
 
     def drop_request(self, request_id: int) -> None:
-        """Forgets all that belongs to an ended request."""
         self.queries.drop_request(request_id)
         self.windows.drop_request(request_id)
-
-    def _store_queries(self, pooled: Pooled) -> None:
-        for i, sequence in enumerate(pooled.sequences):
-            if sequence.num_consumers:
-                self.queries.put(sequence, pooled.items[i])
 
     def _complete_documents(
         self, pooled: Pooled, made: ScoredDocuments
@@ -408,10 +362,8 @@ class DocumentScorer:
         new_rows: dict[bytes, tuple[Ragged, int]],
         made: ScoredDocuments,
     ) -> list[tuple[list[TokenSequence], Ragged]]:
-        """Starts copying new embeddings to the host for the cache, and to the slab.
-
-        Returns the rows to score: cacheable documents in the cache's precision (so that a hit and a miss
-        score identically), others unchanged."""
+        """Starts copying new embeddings to the host for the cache and to the slab. Returns the rows to score,
+        cacheable ones in the cache's precision, so that a hit and a miss score identically."""
         if not documents:
             return []
         cacheable = [i for i, document in enumerate(documents) if _document(document).cache_key is not None]
@@ -444,15 +396,15 @@ class DocumentScorer:
         new_rows: dict[bytes, tuple[Ragged, int]],
         made: ScoredDocuments,
     ) -> None:
-        duplicates = [one.sequence for one in skipped if isinstance(one, Duplicate)]
+        duplicates = [one.sequence for one in skipped if one.embedding is None]
         if duplicates:
             found = [new_rows[_cache_key(sequence)] for sequence in duplicates]
             rows = Ragged.join([rounded.item(i) for rounded, i in found])
             self._score_ragged(self._find_queries(duplicates, made), rows, made)
-        hits = [one for one in skipped if isinstance(one, CacheHit)]
+        hits = [(one.sequence, one.embedding) for one in skipped if one.embedding is not None]
         if hits:
-            job = self._find_queries([hit.sequence for hit in hits], made)
-            entries = [hit.embedding for hit in hits]
+            sequences, entries = zip(*hits, strict=True)
+            job = self._find_queries(sequences, made)
             self._score_cached(job, entries, [entry.key for entry in entries], made)
 
     def _score_batch(self, batch: CachedBatch, made: ScoredDocuments) -> None:
@@ -467,7 +419,9 @@ class DocumentScorer:
         if batch.query_part is not None:
             whole, query = query, query[slice(*batch.query_part)]
             share = len(query) / len(whole)
-        job = ScoringJob.of_one(query, documents.slots, documents.explained, share)
+        of_query = np.zeros(len(documents), dtype=np.int64)
+        pairs = np.column_stack([of_query, np.arange(len(documents))])
+        job = ScoringJob([query], pairs, documents.slots, documents.explained, share)
         self._score_cached(job, documents.embeddings, documents.keys, made)
 
     def _score_cached(
@@ -505,22 +459,18 @@ class DocumentScorer:
         self, job: ScoringJob, entries: Sequence[CachedEmbedding], made: ScoredDocuments
     ) -> None:
         if self._maxsim_apart is None:
-            self._score_ragged(job, self._end_to_end(entries), made)
+            # Joined on the device; they travel in the cache's precision.
+            rows = joined_on(self.device, [entry.rows for entry in entries])
+            scales = [entry.scales for entry in entries if entry.scales is not None]
+            of_rows = joined_on(self.device, scales) if scales else None
+            items = Ragged.from_lengths(rows, [entry.rows.shape[0] for entry in entries], of_rows)
+            self._score_ragged(job, items, made)
         elif len(job.pairs):
             queries = job.queries.decoded(self._dtype)
-            rows = [(entry.rows, entry.scales) for entry in entries]
-            scores = self._maxsim_apart(queries, rows, job.pairs)
+            apart = [(entry.rows, entry.scales) for entry in entries]
+            scores = self._maxsim_apart(queries, apart, job.pairs)
             scores = as_named(self._similarity, scores, queries, job.pairs)
-            self._add(scores, job, lambda i: decoded(*rows[i], self._dtype), made)
-
-    def _end_to_end(self, entries: Sequence[CachedEmbedding]) -> Ragged:
-        """Joins cached embeddings on the device; they travel in the cache's precision."""
-        scales = [entry.scales for entry in entries if entry.scales is not None]
-        return Ragged.from_lengths(
-            joined_on(self.device, [entry.rows for entry in entries]),
-            [entry.rows.shape[0] for entry in entries],
-            joined_on(self.device, scales) if scales else None,
-        )
+            self._add(scores, job, lambda i: decoded(*apart[i], self._dtype), made)
 
     def _query(self, query_id: int, given: torch.Tensor | None) -> torch.Tensor:
         """Raises KeyError if the query is not stored."""
@@ -548,9 +498,8 @@ class DocumentScorer:
         document: Callable[[int], torch.Tensor],
         made: ScoredDocuments,
     ) -> None:
-        """Adds the scores of all pairs, explained ones with their matches. `document` returns the rows
-        that were scored. Scores of parts of a query will be added up: means count by their share of the
-        rows."""
+        """Adds the scores of all pairs, explained ones with matches. `document` returns the scored rows.
+        Scores of parts of a query will be added up: means count by their share of the rows."""
         is_mean = self._similarity == "meanmaxsim"
         if is_mean and job.share != 1:
             scores = scores * job.share

@@ -1,10 +1,7 @@
-"""Scores of pairs of items, by the similarity that the model was trained for, and the matches behind
-MaxSim.
-"""
+"""Scores of pairs by the similarity that the model was trained for, and the matches behind MaxSim."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,20 +9,14 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim import MaxSim
 from maxsimd.pooling.ragged import Ragged, to_device
-from maxsimd.pooling.sparse import dense_of
 from maxsimd.scheduler import Explained
-
-# The score of a word that both vectors have, by its weights.
-_Shared: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def sparse_scores(
     similarity: str, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
 ) -> torch.Tensor:
-    """Scores pairs of sparse vectors: items [entries, 2], a row per word with its id and its weight.
-
-    `sparse` is the dot product, `sparse-cosine` the cosine, and `sparse-euclidean` and `sparse-manhattan`
-    are distances below 0. Returns float32 [n]."""
+    """Scores pairs of sparse vectors, items [entries, 2] of ids and weights: float32 [n]. `sparse` is the dot
+    product. `sparse-euclidean` and `sparse-manhattan` are distances below 0."""
     if similarity == "sparse":
         return sparse_dot(queries, documents, pairs)
     if similarity == "sparse-cosine":
@@ -66,7 +57,7 @@ def sparse_dot(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> 
 
 
 def _over_shared_words(
-    shared: _Shared,
+    shared: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     queries: Ragged,
     documents: Ragged,
     pairs: NDArray[np.int64],
@@ -94,17 +85,6 @@ def _over_shared_words(
         of_query = (0 * entries[:, 1].to(dtype)).sum().expand(len(chosen))
         scores.index_add_(0, to_device(chosen, device), of_query)
     return scores
-
-
-def sparse_dot_reference(
-    queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], num_words: int
-) -> torch.Tensor:
-    """The same with dense vectors of `num_words` weights."""
-    scores = [
-        dense_of(queries[query], num_words).double() @ dense_of(documents[document], num_words).double()
-        for query, document in pairs.tolist()
-    ]
-    return torch.stack(scores).float() if scores else torch.zeros(0, dtype=torch.float32)
 
 
 # Similarities of items with a row a token.
@@ -163,23 +143,19 @@ class Hybrid:
 
     def __call__(self, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
         """Returns float32 [n] for pairs [n, 2] of query and document index."""
-        parts = self.parts(queries, documents, pairs)
+        first, second = to_device(np.ascontiguousarray(pairs.T), documents.values.device)
+        dense = (_first_rows(queries)[first] * _first_rows(documents)[second]).sum(dim=-1)
+        # Repeated tokens weigh nothing.
+        words = [Ragged(items.values[:, -_SPARSE:], items.offsets) for items in (queries, documents)]
+        sparse = sparse_dot(words[0], words[1], pairs)
+        of_query, of_document = _other_rows(queries), _other_rows(documents)
+        num_tokens = np.maximum(1, np.diff(of_query.offsets))[pairs[:, 0]]
+        best = self.maxsim(of_query, of_document, pairs).float()
+        parts = dense, sparse, best / to_device(num_tokens, best.device)
         return sum(
             (part * (weight / sum(self.weights)) for part, weight in zip(parts, self.weights, strict=True)),
             torch.zeros(len(pairs), device=documents.values.device, dtype=torch.float32),
         )
-
-    def parts(
-        self, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the dense, sparse and multi-vector scores, [n] each."""
-        first, second = to_device(np.ascontiguousarray(pairs.T), documents.values.device)
-        dense = (_first_rows(queries)[first] * _first_rows(documents)[second]).sum(dim=-1)
-        sparse = sparse_dot(_sparse_of(queries), _sparse_of(documents), pairs)
-        of_query, of_document = _other_rows(queries), _other_rows(documents)
-        num_tokens = np.maximum(1, np.diff(of_query.offsets))[pairs[:, 0]]
-        best = self.maxsim(of_query, of_document, pairs).float()
-        return dense, sparse, best / to_device(num_tokens, best.device)
 
 
 def _first_rows(items: Ragged) -> torch.Tensor:
@@ -193,11 +169,6 @@ def _other_rows(items: Ragged) -> Ragged:
     others[items.offsets[:-1][lengths > 0]] = False
     rows = to_device(np.flatnonzero(others), items.values.device)
     return Ragged.from_lengths(items.values[rows, :-_SPARSE].contiguous(), np.maximum(lengths - 1, 0))
-
-
-def _sparse_of(items: Ragged) -> Ragged:
-    """Returns each text's sparse vector; repeated tokens weigh nothing."""
-    return Ragged(items.values[:, -_SPARSE:], items.offsets)
 
 
 # Scores may differ this much because sums are formed in different orders.

@@ -41,8 +41,8 @@ async def check_stage(
     the documents.
 
     Tries the longest text that is sure to come: shorter ones are readable if it is. Where it is not, tries
-    texts from the longest down to the first readable one. What more than a few tries would show is left to
-    the stage, and so is the total of tokens: cached documents have none to run."""
+    texts from the longest down to the first readable one, but only a few. The stage itself checks the rest,
+    and the total of tokens: cached documents have none to run."""
     found: dict[int, InvalidRequestError] = {}
     # The model takes all embeddings or none, and all pictures or none.
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}

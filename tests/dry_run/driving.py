@@ -299,7 +299,7 @@ def documents(on: OnGPU) -> None:
     again = replace(new[0], sequence_id=next(ids.next))
     hit = ids.document(30, DocumentPayload(other.sequence_id, b"hit"))
     plain = ids.document(25, DocumentPayload(query.sequence_id), pooled_positions=np.array([0, 3, 4]))
-    skipped = [scorer.Duplicate(again), scorer.CacheHit(hit, _entry(on, 30))]
+    skipped = [scorer.SkippedSequence(again), scorer.SkippedSequence(hit, _entry(on, 30))]
     on.run(step_of(query, other, *new, plain), skipped)
     on.run(step_of(ids.document(50, DocumentPayload(query.sequence_id, b"later"))))
 

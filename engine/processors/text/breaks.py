@@ -2,15 +2,10 @@
 
 Breaks are derived from the tokenizer's description. The lists of steps below name normalizers, pre-tokenizers
 and patterns that treat both sides of a break apart as they do together; any other step means no breaks. A
-sample proves the breaks at load. docs/internals/texts-and-pictures.md explains the three kinds of break:
+sample proves the breaks at load. docs/internals/texts-and-pictures.md explains the three kinds of break.
 
-- before whitespace that follows a letter, a letter with marks, or a sign; a piece begins with the whitespace
-- between a letter or digit and a sign
-- between the end of a line and something visible
-
-Which whitespace, signs and line ends these are is tried with the tokenizer. Libraries differ in their
-version of Unicode: only letters, digits and signs of Unicode 3.2 (2002) that Python's version classifies
-alike count as such. Newer letters may be letters or signs.
+The tokenizer is tried with whitespace, signs and line ends. Libraries differ in the version of Unicode: only
+letters, digits and signs of Unicode 3.2 (2002) that Python's version classifies alike count as such.
 """
 
 import functools
@@ -23,7 +18,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from tokenizers import Tokenizer
 
@@ -84,8 +79,7 @@ _ALTERNATIVES = {
     *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
 }
 
-# A search for a break takes a millisecond or so for this many characters. None looks further ahead than the
-# overlap, except over spaces that are lost.
+# Characters that are searched in a millisecond or so. Only lost spaces are looked at beyond the overlap.
 _SEARCHED, _OVERLAP = 65_536, 256
 # The most marks of one letter.
 _MOST_MARKS = 5
@@ -121,8 +115,7 @@ def kind_of(character: str) -> Kind | None:
 
 
 def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_ends: set[str]) -> Ends:
-    """Finds what pieces can end with, but not with `no_ends`. `is_mark` says whether the tokenizer knows a
-    mark of newer Unicode."""
+    """Finds what pieces can end with, except `no_ends`. `is_mark` tells marks of newer Unicode."""
     found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": [], "newer": []}
     kinds = _characters()
     for letter, shown in _shown_each(normalize, kinds["letter"]):
@@ -175,8 +168,7 @@ def _shown_each(normalize: Callable[[str], str], characters: str) -> Iterator[tu
 
 
 def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> list[str]:
-    """Normalizes each text, which has no spaces, by itself. Many go in one call; fewer if the normalizer
-    changes what stands between them."""
+    """Normalizes texts without spaces: many in one call, fewer if the normalizer changes `_BETWEEN`."""
     if len(texts) > _AT_ONCE:
         parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
     elif len(shown := normalize(_BETWEEN.join(texts)).split(_BETWEEN)) == len(texts):
@@ -238,8 +230,12 @@ class Steps:
     @property
     def are_local(self) -> bool:
         """Whether neither side of a break affects the other."""
-        if self.strip_spaces and not self._give_spaces_back:
-            return False
+        if self.strip_spaces:
+            # Then every piece must get a leading space in the end, and no added token be affected.
+            contents = [text for token in self.added_tokens for text in token.contents]
+            always = self._end["type"] == "Metaspace" and self._end["prepend_scheme"] == "always"
+            if not always or any(re.match(r"[\w\s]", text) for text in contents):
+                return False
         last = len(self.pre_tokenizers) - 1
         return all(map(_is_local_normalizer, self.normalizers)) and all(
             _is_local_split(step) or (i == last and step["type"] in _LAST)
@@ -263,35 +259,10 @@ class Steps:
         )
 
     @property
-    def leave_lines_alone(self) -> bool:
-        """Whether the end of a line is treated alike at the end of a text."""
-        return not (
-            self.give_spaces
-            or any(step["type"] == "Strip" for step in self.normalizers)
-            or any(token.concerns_lines for token in self.added_tokens)
-        )
-
-    @property
-    def join_slashes_to_lines(self) -> bool:
-        """Whether line ends and slashes may match together."""
-        return any(
-            "/" in step["pattern"].get("Regex", "") for step in self.pre_tokenizers if "pattern" in step
-        )
-
-    @property
     def give_spaces(self) -> bool:
         """Whether a piece without a leading space may get one."""
         end = self._end
         return end["type"] == "Metaspace" or (end["type"] == "ByteLevel" and bool(end["add_prefix_space"]))
-
-    @property
-    def no_ends(self) -> set[str]:
-        """Signs at the end of tokens that take the spaces behind them."""
-        return {content[-1:] for token in self.added_tokens if token.rstrip for content in token.contents}
-
-    @property
-    def token_starts(self) -> set[str]:
-        return {content[0] for token in self.added_tokens for content in token.contents if content}
 
     def merge_nothing_across(self, separator: str, ends: str) -> bool:
         """Whether no token has the separator behind one of `ends`, a class of all that pieces end with,
@@ -303,15 +274,6 @@ class Steps:
     @property
     def _end(self) -> dict[str, Any]:
         return self.pre_tokenizers[-1] if self.pre_tokenizers else {"type": None}
-
-    @property
-    def _give_spaces_back(self) -> bool:
-        """Whether every piece that begins with a word or sign gets a leading space in the end, and no
-        added token is affected."""
-        always = self._end["type"] == "Metaspace" and self._end["prepend_scheme"] == "always"
-        return always and not any(
-            re.match(r"[\w\s]", text) for token in self.added_tokens for text in token.contents
-        )
 
 
 def steps_of(tokenizer: Tokenizer) -> Steps:
@@ -393,24 +355,21 @@ def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
     if not steps.are_local:
         return None
     trial = _Trial(tokenizer, steps)
-    ends = ends_of(lambda text: normalized(tokenizer, text), trial.takes_for_mark, steps.no_ends)
+    # Signs at the end of tokens that take the spaces behind them end no piece.
+    no_ends = {content[-1:] for token in steps.added_tokens if token.rstrip for content in token.contents}
+    ends = ends_of(lambda text: normalized(tokenizer, text), trial.takes_for_mark, no_ends)
     breaks = [*_before_spaces(trial, ends), *_before_signs(trial, ends), *_behind_lines(trial, ends)]
     if not breaks:
         return None
     # Two classes are compared at each character of a text; the rest only where there may be a break.
     last = "".join([ends.letters, ends.marked, ends.marks, ends.signs, ends.newer])
-    following = "".join(position.following for position in breaks)
-    patterns = "|".join(position.pattern for position in breaks)
+    following = "".join(first for first, _ in breaks)
+    patterns = "|".join(pattern for _, pattern in breaks)
     return Breaks(re.compile(f"[{last}](?=[{following}])(?:{patterns})"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """A kind of break: a pattern that follows a character that can end a piece, looks back at it, and
-    moves to the break. It begins with one of the class `following`."""
-
-    following: str
-    pattern: str
+# A kind of break: a pattern that looks back at the end of a piece, and the class of what it begins with.
+_Position: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,20 +386,18 @@ class _Trial:
 
     def words(self, text: str) -> list[str]:
         """Returns the words that the model tokenizes one by one."""
-        shown = normalized(self.tokenizer, text)
-        if self.tokenizer.pre_tokenizer is None:
-            return [shown]
-        return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
+        return [word for word, _ in self._split(text)]
 
     def takes_for_mark(self, mark: str) -> bool:
         """Whether a mark ends words before the end of a line as other marks do."""
         return self._lengths(f"x{mark}\na") in [self._lengths(f"x{other}\na") for other in "\u0301\u093f"]
 
     def _lengths(self, text: str) -> list[int]:
-        shown = normalized(self.tokenizer, text)
-        if self.tokenizer.pre_tokenizer is None:
-            return [len(shown)]
-        return [stop - start for _, (start, stop) in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
+        return [stop - start for _, (start, stop) in self._split(text)]
+
+    def _split(self, text: str) -> list[tuple[str, tuple[int, int]]]:
+        shown, splitter = normalized(self.tokenizer, text), self.tokenizer.pre_tokenizer
+        return [(shown, (0, len(shown)))] if splitter is None else splitter.pre_tokenize_str(shown)
 
     def spaces(self, ends: tuple[str, ...], in_tokens: str) -> str:
         """Returns the whitespace before which all `ends` are divided from what follows."""
@@ -456,10 +413,6 @@ class _Trial:
             )
         ]
         return "".join(found)
-
-    def collapses(self, spaces: str) -> bool:
-        """Whether a run of these spaces counts as one."""
-        return all(self.divides("a", first, f"{second}a") for first, second in product(spaces, repeat=2))
 
     def signs(self) -> str:
         """Returns the signs before which letters and digits are divided from what follows."""
@@ -478,7 +431,9 @@ class _Trial:
 
     def line_ends(self) -> list[str]:
         """Returns the ends of lines behind which a text can be split."""
-        if not self.steps.leave_lines_alone:
+        steps = self.steps
+        strips = any(step["type"] == "Strip" for step in steps.normalizers)
+        if strips or steps.give_spaces or any(token.concerns_lines for token in steps.added_tokens):
             return []
         return [
             line_end
@@ -516,7 +471,7 @@ def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
     }
     spaces["newer"] = "".join(space for space in spaces["letters"] if space in spaces["signs"])
     return [
-        _Position(
+        (
             as_class(found),
             f"(?=[{as_class(found)}](?s:.)){behind[name]}{_after_lost_spaces(trial, found, ends)}",
         )
@@ -529,8 +484,11 @@ def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
     """Returns what must follow lost spaces that come back: a word or sign, but no added token."""
     if not trial.steps.strip_spaces:
         return ""
-    run = "+" if trial.collapses(spaces) else ""
-    starts = as_class(sorted(trial.steps.token_starts))
+    # Whether a run of these spaces counts as one.
+    pairs = product(spaces, repeat=2)
+    run = "+" if all(trial.divides("a", first, f"{second}a") for first, second in pairs) else ""
+    contents = [content for token in trial.steps.added_tokens for content in token.contents]
+    starts = as_class(sorted({content[0] for content in contents if content}))
     no_token = f"(?![{starts}])" if starts else ""
     return f"(?=[{as_class(spaces)}]{run}{no_token}[{ends.letters}{ends.newer}{ends.signs}])"
 
@@ -540,15 +498,17 @@ def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
     signs = as_class(trial.signs()) + (IDEOGRAPHS if trial.steps.set_ideographs_apart else "")
     if not (signs and ends.letters):
         return []
-    return [_Position(signs, f"(?=[{signs}]{_visible(ends)})(?<=[{ends.letters}])")]
+    return [(signs, f"(?=[{signs}]{_visible(ends)})(?<=[{ends.letters}])")]
 
 
 def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
     line_ends, behind = "|".join(trial.line_ends()), "|".join(_behind(ends).values())
-    no_slash = "(?!/)" if trial.steps.join_slashes_to_lines else ""
+    splits = [step["pattern"].get("Regex", "") for step in trial.steps.pre_tokenizers if "pattern" in step]
+    # Line ends and slashes may match together.
+    no_slash = "(?!/)" if any("/" in split for split in splits) else ""
     if not (line_ends and behind):
         return []
-    return [_Position("\n\r", f"(?=[\n\r])(?:{behind})(?:{line_ends})(?={no_slash}{_visible(ends)})")]
+    return [("\n\r", f"(?=[\n\r])(?:{behind})(?:{line_ends})(?={no_slash}{_visible(ends)})")]
 
 
 def _behind(ends: Ends) -> dict[str, str]:
@@ -597,8 +557,7 @@ _ADDED_TOKENS = 64
 
 
 def remembered_breaks(tokenizer: Tokenizer, description: str) -> Breaks | None:
-    """Returns `proven_breaks`, kept in the user's cache folder, because finding them takes half a second.
-    They are proven again."""
+    """Returns `proven_breaks` from the user's cache folder, proven again: finding takes half a second."""
     depends_on = [*versions_of(("tokenizers",)), sys.version, unicodedata.unidata_version, own_sources()]
     name = hashlib.sha256(f"{depends_on} {description}".encode()).hexdigest() + ".breaks"
     kept = read_kept(name)

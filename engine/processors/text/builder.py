@@ -1,23 +1,20 @@
-"""Single texts to sequences: prompt, template, truncation, windows, query expansion, tokens left out of
-pooling.
-"""
+"""Single texts to sequences: prompt, template, truncation, windows, query expansion, pooled tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.processors.text.tokenization import (
+    NO_SPAN,
     SHORTEST_TEXT,
     Origins,
     Side,
+    Spans,
     TextTokenizer,
-    around,
-    behind_prompt,
     truncate,
 )
 from maxsimd.engine.requests import Truncation
@@ -25,16 +22,14 @@ from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.sequence import TokenIds
 
-# At least one in eight of a window's tokens is the document's. Neighbors share at most half of these, so a
-# document costs at most 16 times its own tokens.
+# At least one in eight of a window's tokens is the document's, which so costs 16 times its tokens at most.
 _SMALLEST_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FittedText:
-    """A text that fits, and whether the request or the model's maximum truncated it.
-
-    Reading only the length that the checkpoint sets for a query or document is no truncation."""
+    """A text that fits, and whether the request or the model's maximum truncated it, not the length that the
+    checkpoint sets for a query or document."""
 
     tokens: TokenIds
     truncated: bool = False
@@ -83,8 +78,15 @@ class LongInputs:
         self.max_document_tokens = truncation.max_document_tokens
         self._most_tokens = most_tokens
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
-        self.words = truncation.words
-        self.limit = _limit(truncation, longest)
+        self.names = truncation.option_names
+        wanted = truncation.max_tokens
+        self.limit = longest if wanted is None or wanted == -1 else wanted
+        if self.limit > longest:
+            raise InvalidRequestError(
+                f"{self.names.max_tokens} is {self.limit}, more than the {longest} tokens that this model "
+                "takes; ask for less, or for -1",
+                self.names.max_tokens,
+            )
         # The end at which texts are truncated.
         self.side: Side = own_side if truncation.side is None else truncation.side
         self.truncates_as_usual = self.side == own_side and not truncation.windows
@@ -103,11 +105,14 @@ class LongInputs:
         """Whether long texts are truncated rather than refused."""
         return self._truncation.max_tokens is not None and not self._truncation.refuse
 
-    def most_of_text(self, room: int, own_length: int | None, max_tokens: int | None) -> int | None:
-        """Returns how many tokens `truncate_to_room` needs; None for all.
+    def limit_of(self, param: str) -> int | None:
+        """Returns the request's own limit of the texts of a field."""
+        return {"queries": self.max_query_tokens, "documents": self.max_document_tokens}.get(param)
 
-        That is one more than are kept, unless the text is refused by its length."""
-        limits = [limit for limit in (own_length, max_tokens) if limit is not None]
+    def most_of_text(self, room: int, own_length: int | None, param: str) -> int | None:
+        """Returns how many tokens `truncate_to_room` needs of a field's text; None for all. That is one more
+        than are kept, unless the text is refused by its length."""
+        limits = [limit for limit in (own_length, self.limit_of(param)) if limit is not None]
         if self.may_truncate:
             limits.append(room)
         elif limits and min(limits) > room:
@@ -121,16 +126,9 @@ class LongInputs:
             limits.append(room)
         return max(0, min(limits)) + 1 if limits else None
 
-    def query(self, text: TokenIds, name: InputName) -> FittedText:
-        """Truncates a query to `max_query_tokens`."""
-        return self.within(text, self.max_query_tokens, name)
-
-    def document(self, text: TokenIds, name: InputName) -> FittedText:
-        """Truncates a document to `max_document_tokens`."""
-        return self.within(text, self.max_document_tokens, name)
-
-    def within(self, text: TokenIds, max_tokens: int | None, name: InputName) -> FittedText:
-        """Truncates a text to `max_tokens`. Raises InvalidRequestError if the request refuses longer ones."""
+    def within(self, text: TokenIds, name: InputName) -> FittedText:
+        """Truncates a text to the request's own limit, unless the request refuses longer ones."""
+        max_tokens = self.limit_of(name.param)
         if max_tokens is None or len(text) <= max_tokens:
             return FittedText(text)
         self._check_own_limit(len(text), max_tokens, name)
@@ -139,39 +137,32 @@ class LongInputs:
     def _check_own_limit(self, length: int, max_tokens: int, name: InputName) -> None:
         if self._truncation.refuse and length > max_tokens:
             is_query = name.param == "queries"
-            limit = self.words.max_query_tokens if is_query else self.words.max_document_tokens
+            limit = self.names.max_query_tokens if is_query else self.names.max_document_tokens
             raise name.error(
                 f"has more than {max_tokens} tokens, and the request refuses longer texts; shorten "
-                f"it, raise {limit}, or let it be truncated ({self.words.allow})"
+                f"it, raise {limit}, or let it be truncated ({self.names.allow})"
             )
 
     def too_long(self, name: InputName, length: int, limit: int) -> InvalidRequestError:
         return name.error(
             f"has {length} tokens, but at most {limit} can be run; shorten it, or let it be truncated "
-            f"({self.words.allow})"
+            f"({self.names.allow})"
         )
 
     def no_room(self, special_tokens: int) -> InvalidRequestError:
         return InvalidRequestError(
-            f"{self.limit} tokens leave no room beside {special_tokens} special tokens", self.words.max_tokens
+            f"{self.limit} tokens leave no room beside {special_tokens} special tokens",
+            self.names.max_tokens,
         )
 
     def truncate_to_room(
-        self,
-        text: TokenIds,
-        room: Room,
-        name: InputName,
-        own_length: int | None = None,
-        max_tokens: int | None = None,
+        self, text: TokenIds, room: Room, name: InputName, own_length: int | None = None
     ) -> FittedText:
-        """Truncates a text to its room, if the request allows that.
-
-        `own_length` is how much of a text the checkpoint reads in this role, which refuses no text;
-        `max_tokens` is what the request wants. Raises InvalidRequestError for a text that is too long and
-        may not be truncated."""
+        """Truncates a text to its room and to the request's own limit, or refuses it if that is not allowed.
+        `own_length` is how much of a text the checkpoint reads in this role, which refuses no text."""
         meant = len(text) if own_length is None else min(len(text), own_length)
         length = meant
-        if max_tokens is not None:
+        if (max_tokens := self.limit_of(name.param)) is not None:
             self._check_own_limit(meant, max_tokens, name)
             length = min(meant, max_tokens)
         if length > room.tokens:
@@ -215,11 +206,9 @@ class LongInputs:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """The lengths that the engine can run.
-
-    `longest_sequence` is the most tokens of a sequence. Windows share `window_overlap` tokens and texts
-    are truncated at `side` by default. A query or document sent as vectors has at most `most_vectors`, and
-    a pair at most the square of that in comparisons; None for no limit."""
+    """The lengths that the engine can run. Windows share `window_overlap` tokens and texts are truncated at
+    `side` by default. A query or document sent as vectors has at most `most_vectors`, and a pair at most the
+    square of that in comparisons; None for no limit."""
 
     longest_sequence: int
     window_overlap: int
@@ -227,28 +216,12 @@ class LengthLimits:
     most_vectors: int | None = None
 
     def applied_to(self, truncation: Truncation, most_tokens: int) -> LongInputs:
-        """Applies the limits to a request. Raises InvalidRequestError if its truncation asks for more."""
         return LongInputs(truncation, self.longest_sequence, self.window_overlap, most_tokens, self.side)
 
 
-def _limit(truncation: Truncation, longest: int) -> int:
-    """Returns the longest sequence that a request allows. Raises InvalidRequestError if it cannot be run."""
-    wanted = truncation.max_tokens
-    if wanted is None or wanted == -1:
-        return longest
-    if wanted > longest:
-        raise InvalidRequestError(
-            f"{truncation.words.max_tokens} is {wanted}, more than the {longest} tokens that this model "
-            "takes; ask for less, or for -1",
-            truncation.words.max_tokens,
-        )
-    return wanted
-
-
 def check_tokens(tokens: int, most: int | None) -> None:
-    """Raises RequestTooLargeError if a request has more than `most` tokens so far.
-
-    Called while sequences are built, because a few bytes can ask for many tokens."""
+    """Raises RequestTooLargeError if a request has more than `most` tokens so far. Called while sequences are
+    built, because a few bytes can ask for many tokens."""
     if most is not None and tokens > most:
         raise RequestTooLargeError(
             f"this request has more than the {most} tokens that one may have; send it in parts, let texts be "
@@ -274,81 +247,73 @@ class BuiltText:
 
 
 class TextBuilder:
-    """Builds the single-text sequences of one field of one request.
-
-    `param` names the field in errors, and `max_tokens` is the request's own limit. No text is refused for
-    exceeding the role's own length: that much of it is read."""
+    """Builds the single-text sequences of the field `param` of one request. Only documents are read through
+    windows. No text is refused for exceeding the role's own length: that much of it is read."""
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        rules: RoleRules,
-        long_inputs: LongInputs,
-        param: str,
-        max_tokens: int | None = None,
+        self, tokenizer: TextTokenizer, rules: RoleRules, long_inputs: LongInputs, param: str
     ) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.single
         self.rules = rules
-        self._long_inputs = long_inputs
+        self.long_inputs = long_inputs
         self._param = param
-        self._max_tokens = max_tokens
+        self._uses_windows = param == "documents" and long_inputs.uses_windows
         # The checkpoint's limit of a sequence in this role.
         self.own_length = rules.max_tokens
-        self._leading, self._before = _leading(rules, tokenizer, param)
+        # The tokens before every text, and the text that is tokenized with it.
+        leading, self._before = rules.leading_ids, rules.before
+        if rules.chat is not None:
+            fixed, self._before = rules.chat.parts_before(rules.prompt)
+            leading = tokenizer.encode([fixed], param)[0]
+        self._leading = _NONE if leading is None else leading
         self._trailing = _NONE if rules.trailing_ids is None else rules.trailing_ids
+        # The number of tokens before a text and its prompt.
+        self._num_before = len(self._template.ids[0]) + len(self._leading)
         special_tokens = self._template.special_tokens + len(self._leading) + len(self._trailing)
-        self.prompt_length = len(tokenizer.encode([self._before], param)[0]) if self._before else 0
+        self._prompt_length = len(tokenizer.encode([self._before], param)[0]) if self._before else 0
         self._room = Room(long_inputs.limit - special_tokens, special_tokens)
         if self._room.tokens < 1:
             raise long_inputs.no_room(special_tokens)
 
     def encode(self, texts: Sequence[str], indices: Iterable[int] | None = None) -> list[TokenIds]:
-        """Returns token ids of each text behind the role's prompt, as many as `build` needs. `indices` are
-        the texts' positions in the field, if not all are given."""
-        return self._encode(texts, self._most, indices)
+        """Returns token ids of each text behind the role's prompt, as many as `build` and `windows` need.
+        `indices` are the texts' positions in the field, if not all are given."""
+        prompt = self._before
+        # Lazily, because a prompt may be long and the texts many.
+        prompted = (prompt + text for text in texts) if prompt else texts
+        names = (InputName(self._param, i) for i in (count() if indices is None else indices))
+        return self._tokenizer.encode(prompted, self._param, self._most, self.long_inputs.side, names)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
-        """Returns one text's sequence, truncated if needed and allowed."""
-        name = InputName(self._param, index)
-        return self._filled(self._one(text, name), name)
-
-    def encode_for_windows(
-        self, texts: Sequence[str], indices: Iterable[int] | None = None
-    ) -> list[TokenIds]:
-        """Like `encode`, as many as `windows` needs."""
-        return self._encode(texts, self._most_for_windows, indices)
+        """Returns the sequence of a text that is not read through windows."""
+        return self.windows(text, index)[0]
 
     def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
-        """Returns one document's sequences: one, or its windows, each behind the role's prompt."""
+        """Returns one text's sequences: one, or its windows, each behind the role's prompt."""
         name = InputName(self._param, index)
-        return [self._filled(part, name) for part in self._windows(text, name)]
+        return [self._filled(part, name) for part in self._parts(text, name)]
 
-    def origins(self, text: str, index: int) -> Origins:
-        """Returns the characters of the rows of one text's sequence."""
-        return next(self._origins(text, InputName(self._param, index), self._most, self._alone))
-
-    def window_origins(self, text: str, index: int) -> list[Origins]:
-        """Returns the characters of the rows of one document's sequences."""
+    def origins(self, text: str, index: int) -> list[Origins]:
+        """Returns the characters of the rows of one text's sequences."""
         name = InputName(self._param, index)
-        return [*self._origins(text, name, self._most_for_windows, self._windows)]
+        ids, spans = self._encode_with_spans(text, self._most, name)
+        parts = zip(self._parts(ids, name), self._parts(spans, name), strict=True)
+        return [self._origins_of(self._filled(part, name).tokens, of_part.tokens) for part, of_part in parts]
 
     def whole(self, text: str) -> tuple[BuiltText, Origins]:
-        """Returns the sequence of a text that is not truncated, and the characters of its rows. Raises
-        InvalidRequestError if it is too long."""
-        prompt = self._before
+        """Returns the sequence of a whole text and the characters of its rows. Refuses longer texts."""
+        name = InputName(self._param, 0)
         room = self._room.tokens if self._own_room is None else min(self._room.tokens, self._own_room)
-        ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, room + 1)
+        ids, spans = self._encode_with_spans(text, room + 1, self._param)
         if len(ids) > room:
             raise InvalidRequestError(
                 f"the document has more than the {room} tokens that this model reads of one at once; send it "
                 "in parts",
                 self._param,
             )
-        tokens = self._filled(FittedText(ids), InputName(self._param, 0)).tokens
-        placed = around(behind_prompt(spans, len(prompt)), self._num_before, len(tokens))
-        rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
-        return BuiltText(tokens, truncated=False), Origins(tokens.ids[rows], placed[rows])
+        built = self._filled(FittedText(ids), name)
+        return built, self._origins_of(built.tokens, spans)
 
     def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
         """Builds a sequence of the caller's token ids, special tokens included."""
@@ -362,8 +327,8 @@ class TextBuilder:
                 raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
             parts.append(self._tokenizer.known(np.array(part, dtype=np.int32), self._param, name))
         ids = np.concatenate(parts)
-        room = Room(self._long_inputs.limit, 0)
-        fitted = self._long_inputs.truncate_to_room(ids, room, name, self.own_length, self._max_tokens)
+        room = Room(self.long_inputs.limit, 0)
+        fitted = self.long_inputs.truncate_to_room(ids, room, name, self.own_length)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
         return self._completed(fitted.tokens, types, fitted.truncated, prompt_end=0)
 
@@ -373,90 +338,61 @@ class TextBuilder:
 
     @property
     def _most(self) -> int | None:
-        """The most tokens to read of a text that is one sequence."""
-        return self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
+        """The most tokens to read of a text."""
+        if not self._uses_windows:
+            return self.long_inputs.most_of_text(self._room.tokens, self._own_room, self._param)
+        limit = self.long_inputs.limit_of(self._param)
+        return None if limit is None else limit + 1
 
-    @property
-    def _most_for_windows(self) -> int | None:
-        """The most tokens to read of a document."""
-        if not self._long_inputs.uses_windows:
-            return self._most
-        return None if self._max_tokens is None else self._max_tokens + 1
-
-    def _one(self, text: TokenIds, name: InputName) -> FittedText:
-        """Returns what one sequence has of a text: its tokens or their spans."""
-        return self._long_inputs.truncate_to_room(text, self._room, name, self._own_room, self._max_tokens)
-
-    def _alone(self, text: TokenIds, name: InputName) -> list[FittedText]:
-        return [self._one(text, name)]
-
-    def _windows(self, text: TokenIds, name: InputName) -> list[FittedText]:
-        """Returns what each sequence has of a document: its tokens or their spans."""
-        if not self._long_inputs.uses_windows:
-            return self._alone(text, name)
-        limited = self._long_inputs.within(text, self._max_tokens, name)
+    def _parts(self, text: TokenIds, name: InputName) -> list[FittedText]:
+        """Returns what each sequence has of a text: its tokens or their spans."""
+        if not self._uses_windows:
+            return [self.long_inputs.truncate_to_room(text, self._room, name, self._own_room)]
+        limited = self.long_inputs.within(text, name)
         room, special_tokens = self._room.tokens, self._room.others
         if self.own_length is not None:
             room = min(room, self.own_length - special_tokens)
         if len(limited.tokens) <= room:
             return [limited]
-        prompt, body = np.split(limited.tokens, [self.prompt_length])
+        prompt, body = np.split(limited.tokens, [self._prompt_length])
         beside_prompt = Room(room - len(prompt), special_tokens + len(prompt))
         return [
             FittedText(np.concatenate([prompt, window.tokens]), limited.truncated)
-            for window in self._long_inputs.windows(body, beside_prompt, name)
+            for window in self.long_inputs.windows(body, beside_prompt, name)
         ]
 
-    def _origins(
-        self,
-        text: str,
-        name: InputName,
-        most: int | None,
-        parts: Callable[[TokenIds, InputName], list[FittedText]],
-    ) -> Iterator[Origins]:
-        """Yields the rows of each sequence that `parts` makes of a text."""
-        prompt, side = self._before, self._long_inputs.side
+    def _encode_with_spans(self, text: str, most: int | None, name: object) -> tuple[TokenIds, Spans]:
+        """Returns the token ids behind the role's prompt, and their characters in the text."""
+        prompt, side = self._before, self.long_inputs.side
         ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, most, side, name)
-        spans = behind_prompt(spans, len(prompt))
-        for part, part_spans in zip(parts(ids, name), parts(spans, name), strict=True):
-            tokens = self._filled(part, name).tokens
-            placed = around(part_spans.tokens, self._num_before, len(tokens))
-            rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
-            yield Origins(tokens.ids[rows], placed[rows])
+        in_text = np.maximum(spans - len(prompt), 0)
+        in_text[spans[:, 1] <= len(prompt)] = NO_SPAN
+        return ids, in_text
 
-    def _encode(
-        self, texts: Sequence[str], most: int | None, indices: Iterable[int] | None
-    ) -> list[TokenIds]:
-        prompt = self._before
-        # Lazily, because a prompt may be long and the texts many.
-        prompted = (prompt + text for text in texts) if prompt else texts
-        names = (InputName(self._param, i) for i in (count() if indices is None else indices))
-        return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side, names)
+    def _origins_of(self, tokens: Tokens, spans: Spans) -> Origins:
+        """Returns the characters of a sequence's rows. The `spans` are those of its text and prompt."""
+        placed = np.full((len(tokens), 2), NO_SPAN, dtype=np.int32)
+        placed[self._num_before : self._num_before + len(spans)] = spans
+        rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
+        return Origins(tokens.ids[rows], placed[rows])
 
     def _filled(self, fitted: FittedText, name: InputName) -> BuiltText:
         """Puts special tokens around a text that fits."""
         if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
-        # An empty text may stand between the role's tokens alone.
-        is_empty = self._template.special_tokens + len(fitted.tokens) == 0
-        ids, types = (_NONE, _NONE) if is_empty else self._template.fill(fitted.tokens)
+        if self._template.special_tokens + len(fitted.tokens) == 0:
+            # An empty text may stand between the role's tokens alone.
+            ids = types = _NONE
+        else:
+            joined = self._template.join(fitted.tokens)
+            ids, types = joined.ids, joined.type_ids
         if len(self._leading) or len(self._trailing):
-            ids, types = self._with_fixed_ids(ids, types)
+            ids = np.concatenate([self._leading, ids, self._trailing])
+            types = np.concatenate([np.zeros_like(self._leading), types, np.zeros_like(self._trailing)])
         prompt_end = 0
-        if not self.rules.pool_prompt and self.prompt_length:
-            prompt_end = self._num_before + self.prompt_length
+        if not self.rules.pool_prompt and self._prompt_length:
+            prompt_end = self._num_before + self._prompt_length
         return self._completed(ids, types, fitted.truncated, prompt_end)
-
-    @property
-    def _num_before(self) -> int:
-        """The number of tokens before a text and its prompt."""
-        return len(self._template.ids[0]) + len(self._leading)
-
-    def _with_fixed_ids(self, ids: TokenIds, types: TokenIds) -> tuple[TokenIds, TokenIds]:
-        return (
-            np.concatenate([self._leading, ids, self._trailing]),
-            np.concatenate([np.zeros_like(self._leading), types, np.zeros_like(self._trailing)]),
-        )
 
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
         """Applies the role's rules: expansion, and tokens left out of pooling: those before `prompt_end`,
@@ -480,29 +416,13 @@ class TextBuilder:
         if not self.rules.pool_first:
             skipped[:1] = True
         if not self.rules.pool_specials:
-            skipped |= self._specials_around(ids)
+            first, last = self._template.ids[0], self._template.ids[-1]
+            for part, at in ((first, slice(len(first))), (last, slice(len(ids) - len(last), None))):
+                skipped[at] |= np.array_equal(ids[at], part)
         if self.rules.skipped_ids is not None:
             skipped |= np.isin(ids, self.rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
         return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
-
-    def _specials_around(self, ids: TokenIds) -> NDArray[np.bool_]:
-        """Returns which tokens are the template's before and behind a text."""
-        before, behind = self._template.ids[0], self._template.ids[-1]
-        found = np.zeros(len(ids), dtype=bool)
-        if len(before) and np.array_equal(ids[: len(before)], before):
-            found[: len(before)] = True
-        if len(behind) and np.array_equal(ids[-len(behind) :], behind):
-            found[-len(behind) :] = True
-        return found
-
-
-def _leading(rules: RoleRules, tokenizer: TextTokenizer, param: str) -> tuple[TokenIds, str]:
-    """Returns the tokens before every text, and the text that is tokenized with it."""
-    if rules.chat is None:
-        return _NONE if rules.leading_ids is None else rules.leading_ids, rules.before
-    fixed, joined = rules.chat.parts_before(rules.prompt)
-    return tokenizer.encode([fixed], param)[0], joined
 
 
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:

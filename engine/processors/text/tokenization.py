@@ -1,14 +1,13 @@
-"""Texts to token ids, exactly as the checkpoint's tokenizer makes them, and the characters that tokens stand
-for.
+"""Texts to token ids, exactly as the checkpoint's tokenizer makes them, and the characters of each token.
 
-Each text is tokenized once, pairs as two texts. The special tokens around texts are learned from the
-tokenizer.
+Each text is tokenized once, pairs as two texts. Special tokens around texts are learned from the tokenizer.
 """
 
 import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from itertools import repeat
 from typing import Any, Literal, cast
@@ -29,7 +28,7 @@ from maxsimd.scheduler.sequence import TokenIds
 # First character and one after the last of each token, int32 [tokens, 2].
 Spans = NDArray[np.int32]
 # The span of a token without characters.
-_NONE = -1
+NO_SPAN = -1
 # One visible character hardly has more code points than this.
 _LONGEST_CLUSTER = 16
 _JOINER = "\u200d"
@@ -83,22 +82,8 @@ def _belong_together(first: str, second: str) -> bool:
 
 def extent(spans: Spans) -> Span | None:
     """Returns the characters from the first of the spans to the last; None if no span has any."""
-    there = spans[spans[:, 0] != _NONE]
+    there = spans[spans[:, 0] != NO_SPAN]
     return (int(there[:, 0].min()), int(there[:, 1].max())) if len(there) else None
-
-
-def around(spans: Spans, before: int, length: int) -> Spans:
-    """Places a text's spans in a sequence of `length` tokens, behind `before` others."""
-    placed = np.full((length, 2), _NONE, dtype=np.int32)
-    placed[before : before + len(spans)] = spans
-    return placed
-
-
-def behind_prompt(spans: Spans, characters: int) -> Spans:
-    """Converts spans in a text behind a prompt of that many `characters` to spans in the text."""
-    moved = np.maximum(spans - characters, 0)
-    moved[spans[:, 1] <= characters] = _NONE
-    return moved
 
 
 Side = Literal["left", "right"]
@@ -111,8 +96,7 @@ _STEP = 256
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
 # A text to truncate is tokenized in steps of this many characters for each wanted token.
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
-# Token ids and spans of a piece are read this many at a time: a million of them would hold Python's lock for
-# a third of a second.
+# Token ids and spans are read this many at a time: a million would hold Python's lock for 0.3 seconds.
 _TOKENS_AT_ONCE = 16_384
 # A text of about one token.
 SHORTEST_TEXT = "a"
@@ -123,7 +107,7 @@ _BREAKS: dict[bytes, Breaks | None] = {}
 _MOST_BREAKS = 32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Template:
     """The special tokens around one text or two: `ids[i]` and `types[i]` come before text i, the last ones
     after the last text. `text_types[i]` is the type of text i."""
@@ -131,16 +115,10 @@ class Template:
     ids: tuple[TokenIds, ...]
     types: tuple[TokenIds, ...]
     text_types: tuple[int, ...]
-    special_tokens: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        # A field, because every text of every request asks for it.
-        object.__setattr__(self, "special_tokens", sum(map(len, self.ids)))
-
-    def fill(self, *texts: TokenIds) -> tuple[TokenIds, TokenIds]:
-        """Returns token ids and type ids of one sequence."""
-        joined = self.join(*texts)
-        return joined.ids, joined.type_ids
+    @cached_property
+    def special_tokens(self) -> int:
+        return sum(map(len, self.ids))
 
     def join(self, *texts: TokenIds) -> JoinedTokens:
         """Joins one sequence without copying the texts' tokens. Raises ValueError if it is empty."""
@@ -165,10 +143,9 @@ class Around:
 class TextTokenizer:
     """A checkpoint's tokenizer, without padding and truncation. Thread-safe and immutable.
 
-    Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or
-    that have no break for more than `LONGEST_PIECE` characters, are refused: errors name the field
-    `param`, or the text's `name`. So are tokens whose id is `rows` or more, which have no embedding; only
-    `read` takes them."""
+    Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or have
+    no break for more than `LONGEST_PIECE` characters, are refused: errors name the field `param`, or the
+    text's `name`. So are tokens whose id is `rows` or more, which have no embedding, except by `read`."""
 
     def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -202,16 +179,15 @@ class TextTokenizer:
         side: Side = "right",
         names: Iterable[object] | None = None,
     ) -> list[TokenIds]:
-        """Returns the token ids of each text, without special tokens.
-
-        A text is truncated to `most` tokens at the given side, and the rest is not read. There are as many
-        `names` as texts, or more."""
+        """Returns the token ids of each text, without special tokens. A text is truncated to `most` tokens at
+        the given side, and the rest is not read. There are as many `names` as texts, or more."""
         size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
         rests: deque[tuple[Iterator[str], object]] = deque()
 
         def firsts() -> Iterator[str]:
             for text, name in zip(texts, repeat(param) if names is None else names, strict=False):
-                pieces = self._pieces(text, size, side, param, name)
+                bounds = self._piece_bounds(text, size, side, param, name)
+                pieces = (text[start:stop] for start, stop in bounds)
                 rests.append((pieces, name))
                 yield next(pieces)
 
@@ -285,8 +261,7 @@ class TextTokenizer:
             yield start, encoding
 
     def known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
-        """Returns the same ids. Raises InvalidRequestError for one without an embedding: it would crash a
-        GPU."""
+        """Returns the same ids. Refuses one without an embedding, which would crash a GPU."""
         if self._rows is not None and len(ids) and ids.max() >= self._rows:
             token = self.token(int(ids.max()))
             raise InvalidRequestError(
@@ -313,9 +288,6 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Returns the text of at most `MOST_DECODED` tokens."""
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
-
-    def _pieces(self, text: str, size: int, side: Side, param: str, name: object) -> Iterator[str]:
-        return (text[start:stop] for start, stop in self._piece_bounds(text, size, side, param, name))
 
     def _piece_bounds(
         self, text: str, size: int, side: Side, param: str, name: object
@@ -463,8 +435,7 @@ def _holding(spans: Spans, characters: range) -> tuple[int, int]:
 
 
 def _learn_template(encoding: Encoding, texts: int) -> Template:
-    """Learns from an encoded sample which tokens stand around and between its texts. Raises ModelLoadError
-    for a tokenizer that does not tell them apart."""
+    """Learns from an encoded sample which tokens stand around and between its texts."""
     ids: list[list[int]] = [[] for _ in range(texts + 1)]
     types: list[list[int]] = [[] for _ in range(texts + 1)]
     text_types = [0] * texts
@@ -496,10 +467,8 @@ def truncate(text: NDArray[np.int32], length: int, side: Side) -> NDArray[np.int
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Returns the lengths of two texts truncated to `room` tokens together.
-
-    Like the tokenizers library's longest_first: the longer text gets what the shorter leaves, but at least
-    half."""
+    """Returns the lengths of two texts truncated to `room` tokens together, like the tokenizers library's
+    longest_first: the longer text gets what the shorter leaves, but at least half."""
     if first + second <= room:
         return first, second
     short, long = min(first, second), max(first, second)

@@ -49,7 +49,7 @@ ATTEMPT: list[Function] = [
     *_methods(runners.RunnerActor, "_attempt", "_split_cached"),
     DispatchPooler.pool,
     *_methods(runners.ScoringActor, "_score", "_plain_items"),
-    *_methods(DocumentScorer, "score", "_store_queries", "_complete_documents"),
+    *_methods(DocumentScorer, "score", "_complete_documents"),
     *_methods(DocumentScorer, "_quantize_and_stage_for_cache", "_facts_of", "_score_skipped", "_score_batch"),
     *_methods(DocumentScorer, "_score_cached", "_score_spans", "_score_from_host", "_find_queries"),
     DocumentScorer._score_ragged,

@@ -19,7 +19,7 @@ from maxsimd.engine.cache import embeddings as cached
 from maxsimd.engine.cache import store as stores
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, MemoryStore, PairKeys, ScoreCache
-from maxsimd.engine.processors.score_lookup import ScoreLookup
+from maxsimd.engine.processors.processor import find_scores
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.cache.entries import entry, key, same
@@ -505,7 +505,7 @@ def test_a_long_query_is_read_once_for_the_keys_of_its_documents() -> None:
             return super().encode(*how)
 
     request = ScoreRequest(queries=(Counted("a query"),), documents=("a", "b", "b"))
-    keys = ScoreLookup(ScoreCache(10 * 512), together=False).find(request).keys
+    keys = find_scores(ScoreCache(10 * 512), request, together=False).keys
     assert (len({*keys}), Counted.reads) == (2, 1)
 
 

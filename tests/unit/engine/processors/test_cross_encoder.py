@@ -14,9 +14,9 @@ from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
 from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
-from maxsimd.engine.processors.cross_encoder import shared_tokens
-from maxsimd.engine.processors.pairs import BuiltPair, PicturePairBuilder, TemplatePairBuilder
+from maxsimd.engine.processors.cross_encoder import PicturePairBuilder, TemplatePairBuilder, shared_tokens
 from maxsimd.engine.processors.processor import PrefixSharing, ScorePlan
+from maxsimd.engine.processors.text.builder import FittedText, LongInputs
 from maxsimd.engine.processors.text.tokenization import Side, longest_first, truncate
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import ResultSlot, Role
@@ -175,7 +175,7 @@ def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.Mo
     made: list[int] = []
     build = TemplatePairBuilder.build
 
-    def counting(*given: Any) -> Iterator[BuiltPair]:
+    def counting(*given: Any) -> Iterator[Any]:
         for pair in build(*given):
             made.append(1)
             yield pair
@@ -220,12 +220,11 @@ def test_texts_by_pictures_the_template_cannot_take_are_refused() -> None:
     template = ScoreTemplate(("{{ query }} {{ document }} {% if 'w1' in query %}{{ 1 / 0 }}{% endif %}",))
     pages: Any = SimpleNamespace(image_token="<image>", split=lambda *given: (["w1", None], []))
     pages.opened = pages.check_texts = lambda *given: None
-    texts: Any = SimpleNamespace(build=lambda request, *given: [None] * len(request.documents))
-    builder = PicturePairBuilder(texts, template, None, small.tokenizer(), pages, 64)
-    anything: Any = [None]
+    builder = PicturePairBuilder(small.tokenizer(), template, None, pages, 64)
+    query = FittedText(np.empty(0, dtype=np.int32))
     request = replace(small.score_request(["q"], ["d"]), queries=(Content(("w1",)),))
     with refused("documents", r"^documents\[0\] and its query: .*division by zero"):
-        list(builder.build(request, anything, anything))
+        list(builder.build(request, [query], LongInputs(REFUSE_LONG, 64, 0)))
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
@@ -259,7 +258,7 @@ def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     # The usage counts both pairs whole, of which the prefix was run for one.
     usage = plan.usage
     assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
-    assert (plan.num_new_tokens, plan.num_values) == (8 + 7 + 6, 2)
+    assert plan.num_values == 2
     # A prefix of 7 is too short to be worth it.
     assert len(ask([words(3)], [document(3)], sharing=PrefixSharing()).sequences) == 1
     assert len(ask([words(4)], [document(3)], sharing=None).sequences) == 1
@@ -276,8 +275,7 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     # All windows of a document share one.
     truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
     plan = ask([words(4)], [document(9), document(2)], truncation, sharing=PrefixSharing())
-    assert plan.sequences[0].num_consumers == 4
-    assert [prefix for prefix, _ in split(plan)] == [100] * 4
+    assert (plan.sequences[0].num_consumers, [prefix for prefix, _ in split(plan)]) == (4, [100] * 4)
 
 
 @pytest.mark.parametrize(
@@ -310,8 +308,7 @@ def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
     assert [prefix for prefix, _ in split(plan)] == [100, 100, 0]
     plan = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
     prefix = plan.sequences[0]
-    assert prefix.is_prefix
-    assert prefix.tokens.ids.tolist() == [small.CLS, *ids(6), small.SEP]
+    assert (prefix.is_prefix, prefix.tokens.ids.tolist()) == (True, [small.CLS, *ids(6), small.SEP])
     # One token of the query fewer, and the prefix is too short to be worth it.
     assert len(score([words(5)], [document(3)], sharing=PrefixSharing()).sequences) == 1
     # A pair with a truncated query begins otherwise.

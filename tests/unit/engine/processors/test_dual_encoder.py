@@ -193,7 +193,7 @@ def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> Non
     assert plan.truncated == 1, "cut when it was cached"
     usage = plan.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (3 + 3 + 4 + 8, 8, 2)
-    assert plan.num_new_tokens == 10
+    assert sum(each.num_new_tokens for each in plan.sequences) == 10
 
 
 def test_cached_documents_are_in_batches_by_query_and_size() -> None:

@@ -99,8 +99,7 @@ def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     assert (plan.truncated, plan.truncated_queries) == (3, 1), "the query, and two documents"
     pairs = score([words(3)] * 2, [document(3), document(4)], limits)
     assert (pairs.truncated, pairs.truncated_queries) == (3, 2), "both queries, and a document"
-    windows = Truncation(max_tokens=-1, windows=True)
-    plan = score(["w1"], [document(11), document(10)], windows)
+    plan = score(["w1"], [document(11), document(10)], Truncation(max_tokens=-1, windows=True))
     assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
     assert plan.truncated == 1
     for queries in (["w1"], ["w1", "w1"]):

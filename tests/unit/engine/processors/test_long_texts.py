@@ -287,17 +287,18 @@ def test_windows_cover_a_text_and_share_overlaps(length: int, room: int, overlap
 def test_as_much_of_a_text_is_read_as_is_needed(
     length: int, room: int, own: int | None, most: int | None, may_cut: bool, side: Side
 ) -> None:
-    inputs = LongInputs(Truncation(max_tokens=-1 if may_cut else None, side=side), 100, 0)
+    truncation = Truncation(max_tokens=-1 if may_cut else None, side=side, max_document_tokens=most)
+    inputs = LongInputs(truncation, 100, 0)
     name, of_room = InputName("documents", 0), Room(room, 2)
 
     def fitted(text: np.ndarray) -> tuple[list[int], bool] | str:
         try:
-            found = inputs.truncate_to_room(text, of_room, name, own, most)
+            found = inputs.truncate_to_room(text, of_room, name, own)
         except InvalidRequestError as error:
             return str(error)
         return found.tokens.tolist(), found.truncated
 
-    read = inputs.most_of_text(room, own, most)
+    read = inputs.most_of_text(room, own, "documents")
     text = _text(length)
     assert fitted(text if read is None else truncate(text, read, side)) == fitted(text)
     if may_cut:

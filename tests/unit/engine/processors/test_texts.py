@@ -69,7 +69,7 @@ def test_texts_and_token_ids_come_out_in_their_order() -> None:
     plan = embed(small.processors(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
     assert tokens_of(plan) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
     assert [sequence.payload.slot for sequence in plan.sequences] == [ResultSlot(7, i) for i in range(3)]
-    assert (plan.num_values, plan.truncated, plan.num_new_tokens) == (3, 0, 11)
+    assert (plan.num_values, plan.truncated, plan.usage.prompt_tokens) == (3, 0, 11)
     assert replace(plan, found={1: small.embedding()}).input_of(1) == "input[2]"
     for input_type, role in (("document", Role.DOCUMENT), ("query", Role.QUERY), (None, Role.TEXT)):
         plan = embed(small.processors(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
@@ -117,8 +117,8 @@ def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
 def test_a_text_without_any_token_is_refused() -> None:
     assert one(RoleRules(), "")[0] == [CLS, SEP]
     for truncation in (Truncation(), Truncation(windows=True)):
-        builder = TextBuilder(small.tokenizer(False), RoleRules(), LongInputs(truncation, 9, 0), "input")
-        with refused("input", r"^input\[3\] has no tokens; leave it out$"):
+        builder = TextBuilder(small.tokenizer(False), RoleRules(), LongInputs(truncation, 9, 0), "documents")
+        with refused("documents", r"^documents\[3\] has no tokens; leave it out$"):
             builder.windows(builder.encode([""])[0], 3)
 
 
@@ -160,8 +160,9 @@ def test_what_is_not_pooled() -> None:
 
 def windows_of(rules: RoleRules, length: int, truncation: Truncation, max_tokens: int | None = None) -> Any:
     made = small.tokenizer()
-    builder = TextBuilder(made, rules, LongInputs(truncation, 64, 0), "documents", max_tokens)
-    built = builder.windows(builder.encode_for_windows([words(length)])[0], 0)
+    limited = replace(truncation, max_document_tokens=max_tokens)
+    builder = TextBuilder(made, rules, LongInputs(limited, 64, 0), "documents")
+    built = builder.windows(builder.encode([words(length)])[0], 0)
     return [(window.tokens.ids.tolist(), window.truncated) for window in built]
 
 
@@ -206,9 +207,9 @@ def test_texts_become_tokens_and_tokens_texts() -> None:
     made = small.tokenizer()
     [(start, encoding)] = made.read("w0 w1", "text")
     assert (start, encoding.ids, encoding.tokens) == (0, ids(2), ["w0", "w1"])
-    assert made.token(CLS) == "[CLS]"
     assert made.decode([small.QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
-    assert (made.token_id("w0"), made.vocabulary_size) == (ids(1)[0], small.VOCABULARY)
+    known = made.token(CLS), made.token_id("w0"), made.vocabulary_size
+    assert known == ("[CLS]", ids(1)[0], small.VOCABULARY)
     in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
     assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
     original = small.fast_tokenizer()

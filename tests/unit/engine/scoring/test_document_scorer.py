@@ -166,7 +166,7 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
     ours = scorer(cache)
     good, source = ResultSlot(7, 0), ResultSlot(7, 1)
     step = [(query(1, 7, 2), rows(1)), (document(5, source, 1, cache_key=b"k"), rows(5))]
-    skipped: list[scorers.Duplicate | scorers.CacheHit] = []
+    skipped: list[scorers.SkippedSequence] = []
     cached: list[CachedBatch] = []
     item = entry(rows(5), "float32")
     for slot, query_id in ((ResultSlot(8, 0), 99), (good, 1)):
@@ -175,9 +175,9 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
             case "new":
                 step.append((again, rows(5)))
             case "duplicate":
-                skipped.append(scorers.Duplicate(again))
+                skipped.append(scorers.SkippedSequence(again))
             case "hit":
-                skipped.append(scorers.CacheHit(again, item))
+                skipped.append(scorers.SkippedSequence(again, item))
             case _:
                 cached.append(cached_batch(query_id, [(slot, item)]))
     made = ours.score([pooled(*step)], skipped, cached)
@@ -216,14 +216,14 @@ def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype,
         step += [(query(i, 7 + i // 2, 9), each) for i, each in queries.items()]
         draw.shuffle(step)
         again = [(i, draw.choice((1, 2, 3))) for i in draw.choices((1, 3, 4), k=4)]
-        made = ours.score([pooled(*step)], [scorers.Duplicate(ask(*each)) for each in again])
+        made = ours.score([pooled(*step)], [scorers.SkippedSequence(ask(*each)) for each in again])
         assert (made.failures, made.releases.documents) == ([], frozenset())
         assert dict(made.releases.queries) == Counter(query_id for query_id, _ in asked.values())
         [arriving] = made.new_embeddings
         staged = {name: arriving.entry(i) for i, name in enumerate(arriving.keys)}
         assert len(maxsim.given) == 3, "one batch for all requests: without a key, with one, and again"
 
-        hits = [scorers.CacheHit(ask(i, i % 3 + 1), staged[keys[i]]) for i in (3, 4)]
+        hits = [scorers.SkippedSequence(ask(i, i % 3 + 1), staged[keys[i]]) for i in (3, 4)]
         batches = [
             cached_batch(i, [(ask(item, i).payload.slot, staged[keys[item]]) for item in (1, 4, 3)])
             for i in (1, 3)
@@ -265,7 +265,7 @@ def test_documents_score_alike_where_they_lie() -> None:
             new = (document(2, slots[0], 1, cache_key=b"k"), rows(10, length))
             was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
             cached = was_new.new_embeddings[0].entry(0)
-            hits = [scorers.CacheHit(document(3, slots[1], 1, cache_key=b"k"), cached)]
+            hits = [scorers.SkippedSequence(document(3, slots[1], 1, cache_key=b"k"), cached)]
             # The second asks for a query that is no longer there.
             batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
             made = ours.score([], hits, batches)
