@@ -126,6 +126,8 @@ class TokenizerPairBuilder:
         if not long_inputs.may_truncate:
             raise long_inputs.too_long(name, others + len(document), long_inputs.limit)
         room = long_inputs.limit - self._template.special_tokens
+        if room < 1:
+            raise long_inputs.no_room(self._template.special_tokens)
         first, second = longest_first(query, len(document), room)
         if self._truncation == "only_first":
             first, second = room - len(document), len(document)

@@ -133,6 +133,8 @@ def test_a_pair_that_cannot_be_made_is_refused_by_its_field() -> None:
     for instruction in ("w1", ""):
         with refused("instruction", r"^this model takes no instruction; leave"):
             score(["a"], ["b"], instruction=instruction)
+    with refused("max_tokens", r"^2 tokens leave no room beside 3 special tokens$"):
+        score(["w1"], ["w2"], Truncation(max_tokens=2))
     around = len(asked(ids(2), []))
     exact = ask([words(2)], [document(9)], CUT_LONG, max_tokens=around + 1)
     assert tokens_of(exact) == [asked(ids(2), ids(1, DOCUMENT))]
