@@ -282,7 +282,7 @@ class DualEncoderPlan(ScorePlan):
                 else:
                     similarities, num_rows = of_all, of_all.shape[1]
                     document_tokens = tuple([of_documents.token(index, i)[0] for i in range(num_rows)])
-            sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
+            sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (max(1, len(found)) if self.is_mean else 1)
             # A window without a vector has the score of an empty document.
             scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
             there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])  # [Lq, windows]

@@ -126,7 +126,7 @@ class Normalization:
 
     def apply(self, scores: Scores, query_rows: NDArray[np.int64] | None = None) -> Scores:
         if not self.is_probability:
-            divisor = query_rows if self.is_sum and query_rows is not None else 1
+            divisor = np.maximum(1, query_rows) if self.is_sum and query_rows is not None else 1
             scores = np.clip(scores / divisor, 0, 1)
         return scores if self.calibration is None else self.calibration(scores)
 

@@ -76,6 +76,7 @@ async def test_logits_are_unbounded(bert_cross_encoder: str, qwen3_embedding: st
         assert not has_bounds(unbounded)
         with pytest.raises(InvalidRequestError, match="no bounds"):
             Normalization.of(unbounded)
+    assert Normalization(False, True, None).apply(np.zeros(1, np.float32), np.array([0])).tolist() == [0]
     for bounded in (replace(model, tasks=tasks, similarity="cosine"), replace(model, similarity="dot")):
         Normalization.of(bounded)
         assert has_bounds(bounded)
