@@ -262,8 +262,7 @@ def _text(length: int) -> np.ndarray:
 def test_windows_cover_a_text_and_share_overlaps(length: int, room: int, overlap: int, asked: bool) -> None:
     truncation = Truncation(max_tokens=-1, windows=True, window_overlap=overlap if asked else None)
     inputs = LongInputs(truncation, 100, 5 if asked else overlap)
-    text = _text(length)
-    name = InputName("documents", 4)
+    text, name = _text(length), InputName("documents", 4)
     if length > room and asked and overlap > room // 2:
         refusal = rf"^window_overlap is {overlap}, .* have {room} tokens and may share at most {room // 2};"
         with refused("window_overlap", refusal):
