@@ -172,9 +172,6 @@ async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: Recording
     assert answer["object"] == "list"
     plain = await caller.json("/score", {"queries": "a", "documents": ["fine"]})
     assert not {"complete", "unscored", "errors"} & set(plain)
-    for option in ({"on_error": "report"}, {"on_timeout": "partial"}):
-        status, error = await caller.error("/rerank", {"query": "a", "texts": ["b"], **option})
-        assert (status, error["param"]) == (400, next(iter(option)))
 
 
 async def test_a_listwise_model_gives_all_at_once_and_nothing_in_part(listwise: str) -> None:

@@ -197,13 +197,19 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.Monke
     torch.testing.assert_close(rounded, exact, atol=2**-8, rtol=2**-8)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
-def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
-    groups = layouts.group_by_length(lengths)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+@given(st.lists(st.integers(1, 60) | st.integers(1, 300), min_size=1, max_size=40))
+def test_groups_and_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) -> None:
+    groups, batches = layouts.group_by_length(lengths), by_length(lengths)
+    for made in (groups, batches):
+        assert sorted(index for group in made for index in group) == list(range(len(lengths)))
+        for group in made:
+            rows = len(group) * max(lengths[index] for index in group)
+            padding = rows - sum(lengths[index] for index in group)
+            if made is groups:
+                assert padding <= layouts.GROUP_COST_ROWS
+            else:
+                assert rows <= SMALL_BATCH or padding <= PADDING * rows
     for group in groups:
-        longest = max(lengths[index] for index in group)
-        assert sum(longest - lengths[index] for index in group) <= layouts.GROUP_COST_ROWS
         parts = layouts.in_powers_of_two(group)
         assert [index for part in parts for index in part] == group
         assert all(len(part).bit_count() == 1 for part in parts)
@@ -212,16 +218,6 @@ def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) 
 @given(st.integers(1, 10_000))
 def test_a_length_is_rounded_up_a_little(length: int) -> None:
     assert length <= layouts.round_length(length) < length + max(4, length / 4)
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
-def test_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) -> None:
-    batches = by_length(lengths)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        rows = len(batch) * max(lengths[index] for index in batch)
-        padding = rows - sum(lengths[index] for index in batch)
-        assert rows <= SMALL_BATCH or padding <= PADDING * rows
 
 
 class LeakyBackend(GroupedBackend):

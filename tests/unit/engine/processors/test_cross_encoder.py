@@ -280,25 +280,21 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     assert (plan.sequences[0].num_consumers, [prefix for prefix, _ in split(plan)]) == (4, [100] * 4)
 
 
-@pytest.mark.parametrize(
-    ("launch_tokens", "prefix", "consumers", "own", "is_shared"),
-    [
-        (None, 8, 1, 9, True),  # nothing is replayed, so that nothing is lost
-        (1000, 100, 1, 5000, False),  # nothing is saved
-        (1000, 100, 2, 899, True),  # 100 saved, and 1 lost: 999 of the 1,000 tokens for which launching takes
-        (1000, 100, 2, 800, False),  # 100 saved and 100 lost
-        (1000, 100, 10, 1, True),  # 900 saved, 899 lost
-        (1000, 100, 10, 0, False),
-        (1000, 100, 2, 5000, True),  # the host launches while the device still computes
-    ],
-)
-def test_where_steps_are_replayed_a_prefix_must_save_more_than_its_launches_take(
-    launch_tokens: int | None, prefix: int, consumers: int, own: int, is_shared: bool
-) -> None:
-    assert PrefixSharing(launch_tokens).is_worth(prefix, consumers, own) is is_shared
+# Tokens that launching takes, of the prefix, consumers and their own tokens, and whether it is shared.
+WORTH = [
+    (None, 8, 1, 9, True),  # nothing is replayed, so that nothing is lost
+    (1000, 100, 1, 5000, False),  # nothing is saved
+    (1000, 100, 2, 899, True),  # 100 saved, and 1 lost: 999 of the 1,000 tokens for which launching takes
+    (1000, 100, 2, 800, False),  # 100 saved and 100 lost
+    (1000, 100, 10, 1, True),  # 900 saved, 899 lost
+    (1000, 100, 10, 0, False),
+    (1000, 100, 2, 5000, True),  # the host launches while the device still computes
+]
 
 
 def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
+    for launch_tokens, *counts, is_shared in WORTH:
+        assert PrefixSharing(launch_tokens).is_worth(*counts) is is_shared, (launch_tokens, counts)
     asked_for = [words(4)], [document(3), document(2)]
     assert len(ask(*asked_for, sharing=PrefixSharing(28)).sequences) == 3
     plan = ask(*asked_for, sharing=PrefixSharing(29))

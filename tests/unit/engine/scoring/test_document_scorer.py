@@ -352,33 +352,22 @@ def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     assert torch.equal(store.get(1), torch.ones(2, 4))
 
 
-def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
+def test_a_window_is_a_copy_counts_once_and_must_come_again_when_forgotten() -> None:
     store = scorers.WindowStore()
-    window = Window(5, 2)
-    step = torch.ones(2, 4)
+    first, second, step = Window(1, 2), Window(5, 2), torch.full((2, 4), 5.0)
     for _ in range(2):
-        assert store.put(document(5, SLOT, 0, length=3), window, step) is None
+        assert store.put(document(5, SLOT, 0, length=7), second, step) is None
     step.zero_()
-    assert store.tokens(5) == 3
-    whole = store.put(document(6, SLOT, 0, length=4), window, torch.zeros(1, 4))
-    assert whole is not None
-    assert whole[:, 0].tolist() == [1, 1, 0]
-    assert store.tokens(5) == 7
-
-
-def test_windows_that_are_forgotten_must_come_again() -> None:
-    store = scorers.WindowStore()
-    first, second = Window(1, 2), Window(5, 2)
-    store.put(document(1, SLOT, 0), first, torch.ones(1, 4))
-    store.put(document(2, SLOT, 0), first, torch.ones(1, 4))
-    store.put(document(5, SLOT, 0, length=7), second, torch.full((1, 4), 5.0))
+    for number in (1, 2):
+        store.put(document(number, SLOT, 0), first, torch.ones(1, 4))
     store.put(document(6, SLOT, 0), second, torch.ones(1, 4))
     store.forget({1, 2, 6, 99})
     assert len(store) == 1, "of the first document nothing is left"
     assert store.tokens(5) == 7
-    whole = store.put(document(6, SLOT, 0), second, torch.full((2, 4), 6.0))
+    whole = store.put(document(6, SLOT, 0, length=4), second, torch.full((2, 4), 6.0))
     assert whole is not None
-    assert whole[:, 0].tolist() == [5, 6, 6]
+    assert whole[:, 0].tolist() == [5, 5, 6, 6]
+    assert store.tokens(5) == 11
     assert store.put(document(1, SLOT, 0), first, torch.ones(1, 4)) is None
 
 
