@@ -36,6 +36,8 @@ class ModelReference:
 
     def _inputs(self, sequence: TokenSequence) -> dict[str, Any]:
         inputs: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, self.model))
+        if declares(self.model, "use_cache"):
+            inputs["use_cache"] = False  # caches have a place for each layer, also for those left out
         return inputs if self.pictures is None else inputs | self.pictures(sequence)
 
 
@@ -87,7 +89,7 @@ class WordLogitsReference(ModelReference):
         inputs = self._inputs(sequence)
         if getattr(self.model.config, "is_encoder_decoder", False):
             start = torch.full((1, 1), self.model.config.decoder_start_token_id)
-            inputs |= {"decoder_input_ids": start.to(inputs["input_ids"].device), "use_cache": False}
+            inputs["decoder_input_ids"] = start.to(inputs["input_ids"].device)
         elif declares(self.model, "logits_to_keep"):
             inputs["logits_to_keep"] = 1
         logits: torch.Tensor = self.model(**inputs).logits[0, -1]  # [words]
@@ -105,6 +107,7 @@ class ModulesReference(ModelReference):
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         features = self._inputs(sequence)
+        features.pop("use_cache", None)  # the library's modules say so themselves
         # The modules after the transformer need the mask, whether or not the transformer takes it.
         if "attention_mask" not in features:
             features["attention_mask"] = torch.ones_like(features["input_ids"])
