@@ -15,6 +15,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, inspection
 from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
+from maxsimd.engine.device.load import _samples
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import modes as execution
 from maxsimd.engine.execution import modes as padded
@@ -192,6 +193,14 @@ async def test_wrong_chunks_and_prefixes_are_not_used(wrong: type[GroupedBackend
     found = execution.try_packed(model, CPU, wrong(), samples)
     assert isinstance(found, execution.Packed)
     assert not found.chunked
+
+
+def test_language_models_are_checked_with_some_of_their_layers(tmp_path: Path) -> None:
+    path = language_models.qwen3_reranker(tmp_path / "model", num_hidden_layers=5)
+    model = load_model(EngineConfig(model=path), CPU)
+    with _samples(model):
+        layers: Any = model.backbone.layers
+        assert len(layers) == 2
 
 
 def test_inspect_says_what_it_compares_from_text_to_score(checkpoints: dict[str, str]) -> None:
