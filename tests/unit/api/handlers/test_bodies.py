@@ -364,10 +364,6 @@ async def test_answers_have_the_warnings_of_their_header(caller: Caller) -> None
     assert msgspec.json.decode(answer.body)["warnings"] == [answer.headers["x-maxsimd-warnings"]]
 
 
-async def test_instruct_is_another_name_for_the_instruction(caller: Caller) -> None:
-    await caller.refused("/rerank", RERANK | {"instruct": "a", "instruction": "b"}, 400, "instruct")
-
-
 def small(before: str, value: str, behind: str) -> bytes:
     """A body that repeats a value as often as a small body has room, and a request may."""
     count = min(9_900, (LARGE_BODY - 100 - len(before) - len(behind)) // (len(value) + 1))

@@ -83,8 +83,7 @@ async def test_messages_read_as_templated(engine: RecordingEngine, model: str, p
     np.testing.assert_array_equal(np.array(vectors, dtype=np.float32).reshape(expected.shape), expected)
 
 
-async def test_content_parts_are_read_and_what_cannot_be_is_refused(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
+async def test_content_parts_are_read_or_refused(caller: Caller, engine: RecordingEngine) -> None:
     await caller.json("/v1/embeddings", {"messages": MESSAGES[1:], "add_special_tokens": True})
     assert engine.calls[-1][1] == (["<|im_start|>user\nOpen a file.<|im_end|>\n"],)
     for content in ("Open a file.", [{"type": "text", "text": "Open a file."}]):
@@ -101,5 +100,5 @@ async def test_content_parts_are_read_and_what_cannot_be_is_refused(engine: Reco
         ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "cannot be", "chat_template_kwargs"),
         ({}, "input is missing", "input"),
     ):
-        await Caller(engine).refused("/v1/embeddings", body, 400, param, message)
+        await caller.refused("/v1/embeddings", body, 400, param, message)
     await Caller(engine, max_documents=1).refused("/v1/embeddings", {"messages": MESSAGES}, 413, "messages")

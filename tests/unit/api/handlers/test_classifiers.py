@@ -38,6 +38,10 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> No
             np.testing.assert_allclose(item["probs"], row, atol=1e-5)
             assert (item["label"], item["num_classes"]) == (f"LABEL_{np.argmax(row)}", 3)
             assert (sum(item["probs"]) == pytest.approx(1, abs=1e-4)) == (activated is not False)
+        for task in ({}, {"task": "classify"}):
+            answer = await caller.json("/pooling", {"input": TEXTS, "use_activation": activated} | task)
+            np.testing.assert_allclose([item["data"] for item in answer["data"]], result.scores, atol=1e-5)
+            assert answer["usage"]["prompt_tokens"] == 17
 
 
 async def test_labels_are_no_more_than_there_is_room_for(engine: RecordingEngine) -> None:
@@ -100,16 +104,6 @@ async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Cal
         await caller.refused(
             "/predict", {"inputs": inputs, "truncate": False}, 400, "inputs", "inputs[0] has"
         )
-
-
-async def test_pooling_classifies_where_the_models_scores_are_classes(caller: Caller) -> None:
-    expected = (await caller.engine.classify(TEXTS)).scores
-    logits = (await caller.engine.classify(TEXTS, use_activation=False)).scores
-    cases = (({}, expected), ({"task": "classify"}, expected), ({"use_activation": False}, logits))
-    for change, rows in cases:
-        answer = await caller.json("/pooling", {"input": TEXTS} | change)
-        np.testing.assert_allclose([item["data"] for item in answer["data"]], rows, atol=1e-5)
-        assert answer["usage"]["prompt_tokens"] == 17
 
 
 async def test_a_classifier_of_three_labels_does_not_score_or_embed(caller: Caller) -> None:

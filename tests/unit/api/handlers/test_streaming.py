@@ -39,8 +39,7 @@ async def _lines(caller: Caller, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line) for line in answer.body.splitlines()]
 
 
-async def test_ranked_and_scored_lines(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
+async def test_ranked_and_scored_lines(caller: Caller) -> None:
     whole = await caller.json("/rerank", RERANK)
     *lines, last = await _lines(caller, "/rerank", RERANK)
     assert sorted(line["index"] for line in lines) == list(range(60))
@@ -53,7 +52,6 @@ async def test_ranked_and_scored_lines(engine: RecordingEngine) -> None:
     assert [one["index"] for one in last["results"]] == [one["index"] for one in whole["results"]]
     assert all(one.keys() == {"index", "relevance_score"} for one in last["results"])
     assert (last["usage"], last["score_scale"]) == (whole["usage"], whole["score_scale"])
-    caller = Caller(engine)
     whole = await caller.json("/score", SCORE)
     *lines, last = await _lines(caller, "/v1/score", SCORE)
     scores = {line["index"]: line["score"] for line in lines}
@@ -62,8 +60,7 @@ async def test_ranked_and_scored_lines(engine: RecordingEngine) -> None:
     assert last["usage"] == whole["usage"]
 
 
-async def test_options_of_the_answer(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
+async def test_options_of_the_answer(caller: Caller) -> None:
     whole = (await caller.json("/rerank", RERANK))["results"]
     options = {"top_n": 3, "score_threshold": whole[10]["relevance_score"], "return_documents": False}
     *lines, last = await _lines(caller, "/rerank", RERANK | options)
@@ -80,8 +77,8 @@ async def test_options_of_the_answer(engine: RecordingEngine) -> None:
     assert last["errors"][0]["index"] == 1
 
 
-async def test_a_bad_request_is_refused_with_a_status(engine: RecordingEngine) -> None:
-    caller, refuse = Caller(engine), {"long_documents": "error"}
+async def test_a_bad_request_is_refused_with_a_status(caller: Caller) -> None:
+    refuse = {"long_documents": "error"}
     for path, named in (("/rerank", "query"), ("/score", "queries")):
         plain = {named: "q", "documents": ["d"], "stream": True}
         too_long = [{"documents": [LONG]} | refuse, {named: LONG} | refuse]
@@ -117,8 +114,7 @@ async def _ask(caller: Caller, sink: _Sink, body: dict[str, Any], path: str = "/
     return await handle(caller.state, "POST", path, {}, pieces, sink)
 
 
-async def test_a_client_that_leaves_ends_the_work(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
+async def test_a_client_that_leaves_ends_the_work(caller: Caller, engine: RecordingEngine) -> None:
     sink = _Sink(caller, most=1)
     await _ask(caller, sink, MANY)
     assert not sink.has_ended
@@ -128,8 +124,7 @@ async def test_a_client_that_leaves_ends_the_work(engine: RecordingEngine) -> No
     assert caller.metric("maxsimd_http_requests_total", route="/rerank", status="499") == 1
 
 
-async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
+async def test_what_goes_wrong_later_is_the_last_line(caller: Caller, engine: RecordingEngine) -> None:
     sink = _Sink(caller)
     scheduler: Any = engine._running.scheduler  # type: ignore[union-attr]
     with held_steps(engine, after=2):
@@ -146,9 +141,8 @@ async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -
 
 @pytest.mark.parametrize("path", ["/rerank", "/invocations"])
 async def test_lines_come_one_by_one_while_the_body_and_its_files_are_held(
-    engine: RecordingEngine, path: str, monkeypatch: pytest.MonkeyPatch
+    caller: Caller, engine: RecordingEngine, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caller = Caller(engine)
     sink = _Sink(caller)
     monkeypatch.setattr(ServerState, "reads_pictures", True)
     fetched = AsyncMock(side_effect=lambda found, held: held.add(1_000_000) or found)

@@ -95,10 +95,15 @@ def _timings(answer: Answer) -> dict[str, float]:
     return {name: float(milliseconds) for name, _, milliseconds in parts}
 
 
-async def test_every_answer_tells_its_time(caller: Caller) -> None:
+async def test_every_answer_tells_its_time_and_is_data_for_nobody_else(caller: Caller) -> None:
     for method, path, body in (("POST", "/rerank", RERANK), ("GET", "/nope", b""), ("POST", "/rerank", b"")):
         answer = await caller.ask(method, path, body)
         assert 0 <= _timings(answer)["total"] < 60_000
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert answer.headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert not [name for name in answer.headers if name.startswith("Access-Control")]
     slow = await caller.post("/rerank", HEAVY | {"documents": HEAVY["documents"][:4], "cache": "bypass"})
     timings = _timings(slow)
     counted = caller.metric("maxsimd_http_request_seconds_sum", route="/rerank")
@@ -146,29 +151,18 @@ async def test_every_request_is_logged_and_counted(caller: Caller, lines: pytest
     assert record.getMessage().startswith("POST /\\n20:00:00%20ERROR%20" + "x" * 83 + "... 404 ")
 
 
-async def test_every_answer_says_that_it_is_data_and_for_nobody_else(caller: Caller) -> None:
-    for method, path, body in (("POST", "/rerank", RERANK), ("POST", "/rerank", b"{"), ("GET", "/nope", b"")):
-        headers = (await caller.ask(method, path, body)).headers
-        assert headers["X-Content-Type-Options"] == "nosniff"
-        assert headers["Cache-Control"] == "no-store"
-        assert headers["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
-        assert headers["Referrer-Policy"] == "no-referrer"
-        assert not [name for name in headers if name.startswith("Access-Control")]
-
-
 HERE = "https://here.example"
 PREFLIGHT = {"origin": HERE, "access-control-request-method": "POST"}
 
 
-async def test_pages_of_named_origins_alone_may_read_answers(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
+async def test_pages_of_named_origins_alone_may_read_answers(caller: Caller) -> None:
     for answer in (
         await caller.ask("POST", "/rerank", RERANK, {"origin": HERE}),
         await caller.ask("OPTIONS", "/rerank", headers=PREFLIGHT),
     ):
         assert not [name for name in answer.headers if name.startswith("Access-Control") or name == "Vary"]
     assert answer.status == 405
-    caller = Caller(engine, cors_origin=(HERE, "https://there.example"))
+    caller = Caller(caller.engine, cors_origin=(HERE, "https://there.example"))
     for path, body, status in (("/rerank", RERANK, 200), ("/rerank", b"{", 400), ("/nope", b"", 404)):
         answer = await caller.ask("POST", path, body, {"origin": HERE})
         assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, HERE)
@@ -262,9 +256,8 @@ HEAVY_REQUESTS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "body"), HEAVY_REQUESTS)
 async def test_what_is_cancelled_or_late_is_not_worked_on(
-    engine: RecordingEngine, lines: pytest.LogCaptureFixture, path: str, body: Any
+    caller: Caller, engine: RecordingEngine, lines: pytest.LogCaptureFixture, path: str, body: Any
 ) -> None:
-    caller = Caller(engine)
     before = engine.cancelled
     await engine.clear_cache()
     with held_steps(engine):
