@@ -93,6 +93,11 @@ def installed_command() -> str:
     return str(beside) if beside.exists() else shutil.which("maxsimd") or "maxsimd"
 
 
+class QuietHandler(BaseHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as threads:

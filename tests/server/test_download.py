@@ -5,7 +5,6 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import httpx
@@ -15,7 +14,7 @@ from huggingface_hub import constants
 
 from maxsimd.api.cli import main
 from maxsimd.api.cli.download import wanted
-from tests.server.conftest import Server, StartServer, web_server
+from tests.server.conftest import QuietHandler, Server, StartServer, web_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "somebody/a-reranker"
@@ -37,7 +36,7 @@ def hub(bert_cross_encoder: str) -> Iterator[Hub]:
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     made = Hub(files=files)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             made.asked.append(self.path)
             path = self.path.partition("?")[0]
@@ -62,9 +61,6 @@ def hub(bert_cross_encoder: str) -> Iterator[Hub]:
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with web_server(Handler) as made.url:
         yield made

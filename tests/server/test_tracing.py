@@ -4,7 +4,6 @@ import gzip
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from maxsimd.api.state import tracing_of_environment
-from tests.server.conftest import StartServer, web_server
+from tests.server.conftest import QuietHandler, StartServer, web_server
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "what-a-client-has-written"
@@ -29,7 +28,7 @@ class Collector:
 def collector() -> Iterator[Collector]:
     found = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
@@ -41,9 +40,6 @@ def collector() -> Iterator[Collector]:
             ]
             self.send_response(200)
             self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with web_server(Handler) as found.url:
         yield found

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from huggingface_hub import constants
 from maxsimd.engine.checkpoint import files as hub_files
 from maxsimd.engine.checkpoint.files import find_file, warn_of_unknown_modules
 from maxsimd.engine.errors import ModelLoadError
-from tests.server.conftest import web_server
+from tests.server.conftest import QuietHandler, web_server
 
 FILES = ("config.json", "modules.json", "tokenizer.json")
 
@@ -24,7 +23,7 @@ def hub(status: int | None, headers: dict[str, str] | None = None) -> Iterator[t
     asked: list[str] = []
     over = threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             # The client also asks about itself.
             if "/no-such/model" in self.path or "/some/model" in self.path:
@@ -39,9 +38,6 @@ def hub(status: int | None, headers: dict[str, str] | None = None) -> Iterator[t
             self.end_headers()
 
         do_HEAD = do_GET
-
-        def log_message(self, format: str, *values: object) -> None:
-            pass
 
     with web_server(Handler) as url:
         try:
