@@ -84,6 +84,12 @@ def pages(
     return sequences, images
 
 
+def scheduled(scheduler: Scheduler) -> Step:
+    step = scheduler.schedule()
+    assert step is not None
+    return step
+
+
 def run_dry(scheduler: Scheduler, most: int = 100_000) -> list[Step]:
     steps = []
     while (step := scheduler.schedule()) is not None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, Step, StepLimits, TokenSequence
-from tests.unit.scheduler.scheduled_requests import Picture, pages, run_dry, texts
+from tests.unit.scheduler.scheduled_requests import Picture, pages, run_dry, scheduled, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
 DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
@@ -113,8 +113,7 @@ def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     left = admit(scheduler, [[(215, 1024)]] * 50)
     for number in range(1, 300):
         admit(scheduler, [[(215, 1024)]], number)
-        step = scheduler.schedule()
-        assert step is not None
+        step = scheduled(scheduler)
         left -= sum(chunk.sequence.request_id == 0 for chunk in step.chunks if chunk.is_last)
         if not left:
             return
@@ -135,8 +134,7 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     scheduler = Scheduler(StepLimits(100, 100, chunked=False))
     admit(scheduler, [[(10, 4)], [(10, 4)]])
     scheduler.admit(1, texts(1, [6], first_id=50))
-    step = scheduler.schedule()
-    assert step is not None
+    step = scheduled(scheduler)
     assert (step.num_parts, step.request_ids) == (4, {0, 1})
     stages = step.stages()
     assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]

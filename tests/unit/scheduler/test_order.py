@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, ServiceRate, Step, StepLimits, WaitErrors
-from tests.unit.scheduler.scheduled_requests import cached, run_dry, texts, tokens_by_request
+from tests.unit.scheduler.scheduled_requests import cached, run_dry, scheduled, texts, tokens_by_request
 
 
 def scheduler_of(tokens: int) -> Scheduler:
@@ -176,8 +176,7 @@ def test_the_scheduler_does_as_was_forecast(seed: int) -> None:
     scheduler.admit(99, texts(99, own, 99_000))
     left, before = len(own), 0
     while left:
-        step = scheduler.schedule()
-        assert step is not None
+        step = scheduled(scheduler)
         mine = [chunk for chunk in step.chunks if chunk.sequence.request_id == 99]
         left -= len(mine)
         before += step.num_tokens - sum(map(len, mine))

@@ -6,7 +6,7 @@ import pytest
 from maxsimd.scheduler import Chunk, JoinedTokens, Scheduler, Step, StepLimits, Tokens
 from maxsimd.scheduler.scheduler import STEPS_BESIDE_SMALL
 from tests.unit.scheduler import scheduled_requests
-from tests.unit.scheduler.scheduled_requests import cached, cost, document, query, run_dry, texts, tokens
+from tests.unit.scheduler.scheduled_requests import cached, cost, document, query, run_dry, scheduled, texts
 
 # Sequence id, start and stop of each chunk.
 Spans = list[tuple[int, int, int]]
@@ -94,11 +94,7 @@ def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
     scheduler = causal(10)
     scheduler.admit(0, texts(0, [8, 7]))
     assert spans(scheduler.schedule()) == [(0, 0, 8), (1, 0, 2)]
-    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler._partial is None) == (
-        5,
-        1,
-        False,
-    )
+    assert (scheduler.waiting_tokens, scheduler.waiting_sequences, bool(scheduler._partial)) == (5, 1, True)
     assert spans(scheduler.schedule()) == [(1, 2, 7)]
     assert (scheduler.waiting_tokens, scheduler.waiting_sequences, bool(scheduler._partial)) == (0, 0, False)
     scheduler.admit(1, texts(1, [11, 30, 12]))
@@ -201,7 +197,7 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
 
 
 def test_tokens_and_chunks_say_what_they_are() -> None:
-    assert tokens(5).num_attended == 5
+    assert scheduled_requests.tokens(5).num_attended == 5
     assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
     query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
     joined = JoinedTokens.of((query, document), (np.array([4, 5, 6], dtype=np.int32), 1))
@@ -277,12 +273,6 @@ def test_a_step_is_run_in_stages_chunks_first() -> None:
 
 
 # Small requests
-
-
-def scheduled(scheduler: Scheduler) -> Step:
-    step = scheduler.schedule()
-    assert step is not None
-    return step
 
 
 def beside_small(chunked: bool = False) -> Scheduler:

@@ -165,9 +165,8 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
     async with fleet(tmp_path, 2, timeout=0.3) as (front, engines):
         silent, other = engines
         silent.answers.clear()
-        documents = _documents(60)
-        result = await asyncio.wait_for(front.score("q", documents), 60)
-        assert result.scores == [float(len(text)) for text in documents]
+        result = await asyncio.wait_for(front.score("q", DOCUMENTS), 60)
+        assert result.scores == LENGTHS
         assert (silent.asked, front.size) == ([], (1, 2))
         registry = front.metrics.registry
         assert registry.get_sample_value("maxsimd_replicas_silent") == 1
@@ -181,7 +180,7 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         await until(lambda: front.size == (2, 2))
         assert silent.seen.count(wire.ClearCache) == 1
         await front.clear_cache()
-        assert (await front.score("q", documents, cache="bypass")).scores == result.scores
+        assert (await front.score("q", DOCUMENTS, cache="bypass")).scores == result.scores
         assert silent.asked
         assert registry.get_sample_value("maxsimd_replicas_silent") == 0
     async with fleet(tmp_path, 1, timeout=0.2) as (front, (engine,)):
@@ -307,15 +306,18 @@ def _documents(count: int, seed: int = 0) -> list[str]:
     return [f"{i} {'x' * rng.randrange(1, 900)}{_LONG}" for i in range(count)]
 
 
+DOCUMENTS = _documents(60)
+LENGTHS = [float(len(text)) for text in DOCUMENTS]
+
+
 async def test_large_requests_are_spread_unless_they_belong_together(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3) as (front, engines):
-        documents = _documents(60)
-        result = await front.score("q", documents)
-        assert result.scores == [float(len(text)) for text in documents]
+        result = await front.score("q", DOCUMENTS)
+        assert result.scores == LENGTHS
         assert result.usage == Usage(10 + 60, 0, 0, 10), "the query counts once"
         assert result.truncated == 1
         assert sum(len(engine.asked) for engine in engines) == 3
-        again = await front.score("q", documents)
+        again = await front.score("q", DOCUMENTS)
         assert again.scores == result.scores
         for engine in engines:
             first, second = (set(question.documents) for question in engine.asked)
@@ -324,11 +326,11 @@ async def test_large_requests_are_spread_unless_they_belong_together(tmp_path: P
         assert small.scores == [5.0]
         asked = [len(engine.asked) for engine in engines]
         for _ in range(2):
-            await front.score("q", documents, cache="bypass")
+            await front.score("q", DOCUMENTS, cache="bypass")
         added = [len(engine.asked) - before for engine, before in zip(engines, asked, strict=True)]
         assert added == [2, 2, 2], "what no engine caches is spread each time"
     async with fleet(tmp_path, 2, score_type=ScoreType.LISTWISE) as (front, engines):
-        await front.score("q", _documents(60))
+        await front.score("q", DOCUMENTS)
         assert sorted(len(engine.asked) for engine in engines) == [0, 1]
     async with fleet(tmp_path, 2, _deadly([], most=2)) as (front, engines):
         documents = _documents(20)
@@ -398,10 +400,10 @@ async def test_a_full_engine_is_passed_by_and_two_full_ones_refuse(tmp_path: Pat
 
     async with fleet(tmp_path, 2, refuse) as (front, engines):
         full.add(engines[0].path)
-        assert (await front.score("q", _documents(60))).scores
+        assert (await front.score("q", DOCUMENTS)).scores
         full.add(engines[1].path)
         with pytest.raises(errors.QueueFullError, match="too much waits") as refused:
-            await front.score("q", _documents(60))
+            await front.score("q", DOCUMENTS)
         assert refused.value.retry_after == 5.0
 
 
@@ -414,7 +416,7 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
 
     async with fleet(tmp_path, 3, refuse_one) as (front, engines):
         with pytest.raises(errors.InvalidRequestError, match=r"documents\[41\] is not good") as refused:
-            await front.score("q", _documents(60))
+            await front.score("q", DOCUMENTS)
         assert refused.value.param == "documents"
         await until(lambda: sum(engine.cancelled for engine in engines) == 2)
         asking = asyncio.create_task(front.score("q", _documents(30)))
@@ -429,7 +431,7 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
 
     async with fleet(tmp_path, 3, refuse_query, wire.EncodeQuery) as (front, engines):
         with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] is not good$"):
-            await front.score("q", _documents(60))
+            await front.score("q", DOCUMENTS)
         assert [engine.asked for engine in engines] == [[], [], []]
 
 
@@ -439,15 +441,14 @@ async def test_a_stream_gives_what_comes_and_then_the_rest_but_for_what_is_late(
             await asyncio.sleep(100)
 
     async with fleet(tmp_path, 3, hang, wire.Score | wire.Rank) as (front, engines):
-        documents = _documents(60)
         for timeout in (None, 0.2):
-            async with front.stream("q", documents, timeout=timeout, on_timeout="partial") as stream:
+            async with front.stream("q", DOCUMENTS, timeout=timeout, on_timeout="partial") as stream:
                 given = [one async for new in stream for one in new]
-            assert all(one.score == float(len(documents[one.index])) for one in given)
+            assert all(one.score == float(len(DOCUMENTS[one.index])) for one in given)
             assert sorted([*(one.index for one in given), *stream.result.unscored]) == list(range(60))
             late = engines[1].asked[-1].documents[1:] if timeout else []
-            assert [documents[i] for i in stream.result.unscored] == late
-        ranked = await front.rerank("q", documents, timeout=0.2, on_timeout="partial", explain=True)
+            assert [DOCUMENTS[i] for i in stream.result.unscored] == late
+        ranked = await front.rerank("q", DOCUMENTS, timeout=0.2, on_timeout="partial", explain=True)
         assert (ranked.results, ranked.unscored) == ([], tuple(range(60)))
 
 
@@ -557,13 +558,12 @@ async def test_scores_of_two_models_are_never_mixed(tmp_path: Path) -> None:
             await _dying(engine)
 
     async with fleet(tmp_path, 2, change) as (front, engines):
-        documents = _documents(60)
-        result = await front.score("q", documents, timeout=20)
-        assert result.scores == [float(len(text)) for text in documents]
+        result = await front.score("q", DOCUMENTS, timeout=20)
+        assert result.scores == LENGTHS
         of_another = [len(question.documents) for engine in engines for question in engine.asked[1:]]
         assert sum(of_another) == 60, "nothing that the engines before them gave is in it"
         following = {"two": "three"}
-        async with front.stream("q", documents) as stream:
+        async with front.stream("q", DOCUMENTS) as stream:
             with pytest.raises(errors.EngineNotReadyError, match="taken over"):
                 [new async for new in stream]
     async with fleet(tmp_path, 2) as (front, engines):
@@ -573,13 +573,13 @@ async def test_scores_of_two_models_are_never_mixed(tmp_path: Path) -> None:
         await asyncio.sleep(0.5)
         assert front.size == (1, 2)
         asked = len(engines[0].asked)
-        await front.score("q", _documents(60))
+        await front.score("q", DOCUMENTS)
         assert len(engines[0].asked) == asked
 
 
 async def test_a_query_is_encoded_once_where_there_are_parts(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3) as (front, engines):
-        result = await front.score("q", _documents(60), instruction="find it")
+        result = await front.score("q", DOCUMENTS, instruction="find it")
         assert sorted([len(engine.encoded) for engine in engines]) == [0, 0, 1]
         (encoder,) = [engine for engine in engines if engine.encoded]
         assert (encoder.encoded[0].query, encoder.encoded[0].instruction) == ("q", "find it")
@@ -596,13 +596,13 @@ async def test_a_query_is_encoded_once_where_there_are_parts(tmp_path: Path) -> 
         assert (result.usage.query_tokens, result.truncated_queries) == (10, 1)
     async with fleet(tmp_path, 3) as (front, engines):
         await front.score("q", ["a", "b"], instruction="find it")
-        await front.score(np.ones((2, 4), np.float32), _documents(60))
+        await front.score(np.ones((2, 4), np.float32), DOCUMENTS)
         assert [len(engine.encoded) for engine in engines] == [0, 0, 0]
         questions = [question for engine in engines for question in engine.asked]
         (small,) = [question for question in questions if len(question.documents) == 2]
         assert (small.queries, small.instruction) == (["q"], "find it")
     async with fleet(tmp_path, 2, score_type=ScoreType.CROSS_ENCODER) as (front, engines):
-        await front.score("q", _documents(60))
+        await front.score("q", DOCUMENTS)
         assert {query for engine in engines for one in engine.asked for query in one.queries} == {"q"}
 
 
@@ -610,14 +610,13 @@ async def test_where_the_encoding_engine_dies_three_try(tmp_path: Path) -> None:
     died: list[StandIn] = []
     deadly = _deadly(died, most=1, comes_back=False)
     async with fleet(tmp_path, 3, deadly, wire.EncodeQuery) as (front, engines):
-        documents = _documents(60)
-        assert (await front.score("q", documents)).scores == [float(len(text)) for text in documents]
+        assert (await front.score("q", DOCUMENTS)).scores == LENGTHS
         assert sum([len(engine.encoded) for engine in engines]) == 2
         assert not died[0].asked
     deaths: list[StandIn] = []
     async with fleet(tmp_path, 2, _deadly(deaths, most=9), wire.EncodeQuery) as (front, _):
         with pytest.raises(errors.RequestFailedError, match="while they encoded the query"):
-            await front.score("q", _documents(60))
+            await front.score("q", DOCUMENTS)
         assert len(deaths) == 3
 
 
@@ -630,15 +629,15 @@ async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> N
 
     async with fleet(tmp_path, 2, slow, wire.EncodeQuery) as (front, engines):
         with pytest.raises(errors.RequestTimeoutError, match=r"not done within 0\.2 seconds"):
-            await front.score("q", _documents(60), timeout=0.2)
-        asking = asyncio.create_task(front.score("q", _documents(60)))
+            await front.score("q", DOCUMENTS, timeout=0.2)
+        asking = asyncio.create_task(front.score("q", DOCUMENTS))
         await until(lambda: sum([len(engine.encoded) for engine in engines]) == 2)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         await until(lambda: sum(engine.cancelled for engine in engines) == 1)
         assert [engine.asked for engine in engines] == [[], []]
-        partial = await front.score("q", _documents(60), timeout=0.2, on_timeout="partial")
+        partial = await front.score("q", DOCUMENTS, timeout=0.2, on_timeout="partial")
         assert (partial.unscored, partial.usage) == (tuple(range(60)), Usage(0))
 
 
