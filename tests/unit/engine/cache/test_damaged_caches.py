@@ -1,7 +1,6 @@
 """Damage of every kind, met in another process: nothing wrong is read, and the log says what happened."""
 
 import itertools
-import logging
 import multiprocessing
 import os
 import pickle
@@ -23,6 +22,7 @@ from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, DiskStore
 from maxsimd.engine.cache.store import MemoryStore
 from tests.damage import DAMAGES, heed_permissions, undo
 from tests.forked import Forked
+from tests.logged import logged
 from tests.unit.engine.cache.entries import MIB, key, same
 from tests.waiting import wait_for
 
@@ -56,19 +56,6 @@ EXPECTED_IN_A_CLEAR = EXPECTED | dict.fromkeys(
 EXPECTED_AT = {"at start": EXPECTED_AT_START, "while serving": EXPECTED, "in a clear": EXPECTED_IN_A_CLEAR}
 # Nothing is lost of these, until a clear.
 HARMLESS = ("garbage appended", "journal overwritten", "read-only", "earlier version beside it")
-
-
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        lines, self.lines = self.lines, []
-        return lines
 
 
 @cache
@@ -110,14 +97,14 @@ def foreign(folder: Path) -> dict[str, bytes | None]:
     return found
 
 
-def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, Any]:
+def run(folder: Path, damage: str, moment: str, log: list[str]) -> dict[str, Any]:
     numbers = range(NUMBER)
     store = open_cache(folder)
     store.put([(key(number), entry(number)) for number in numbers])
     stored, _ = read(store, numbers)
     if moment == "at start":
         store.close()
-    log.take()
+    log.clear()
     DAMAGES[damage](folder)
     before = foreign(folder)
     if moment == "at start":
@@ -131,7 +118,7 @@ def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, Any]:
     _, wrong_later = read(store, range(100, 120))
     outcome = {
         "stored": stored, "found": found, "wrong": wrong + wrong_later, "works": works(store),
-        "log": log.take(), "files": sorted(path.name for path in folder.iterdir()),
+        "log": [*log], "files": sorted(path.name for path in folder.iterdir()),
         "mapped": [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line],
         "touched": foreign(folder) != before,
     }  # fmt: skip
@@ -142,15 +129,12 @@ def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, Any]:
 def meet_all(root: Path, reports: Path) -> None:
     threading.excepthook = lambda _: os._exit(1)
     heed_permissions()
-    log = Log()
-    logging.getLogger("maxsimd").addHandler(log)
     disk_module.PAUSE_SECONDS = 0.02
-    for moment in MOMENTS:
-        for damage in DAMAGES:
-            folder = root / f"{moment} {damage}"
-            with reports.open("ab") as file:
-                pickle.dump(((damage, moment), run(folder, damage, moment, log)), file)
-            undo(folder)
+    for moment, damage in itertools.product(MOMENTS, DAMAGES):
+        folder = root / f"{moment} {damage}"
+        with logged() as log, reports.open("ab") as file:
+            pickle.dump(((damage, moment), run(folder, damage, moment, log)), file)
+        undo(folder)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from maxsimd.engine.scoring import scorer
 from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, TokenSequence
 from tests.unit.engine.ops.interpreted import run_interpreted
 from tests.unit.pairs import pairs_of
+from tests.unit.scheduler.scheduled_requests import tokens
 
 DIM, ROWS, MOST_ROWS = 16, 160, 18
 TASK = "token_embed"
@@ -56,7 +57,7 @@ class Scored:
         )  # fmt: skip
         self.query = unit_rows(0, 5).to(self.dtype)
         self.scorer.queries.put(
-            TokenSequence.query(1, 7, TASK, _tokens(5), 1 << 30), self.query.to(self.device)
+            TokenSequence.query(1, 7, TASK, tokens(5), 1 << 30), self.query.to(self.device)
         )
         self.host: dict[bytes, CachedEmbedding] = {}
 
@@ -64,7 +65,7 @@ class Scored:
         """New documents under these keys, of these seeds and lengths: scored, and put into the slab."""
         embeddings = {key: unit_rows(*how).to(self.dtype) for key, how in seeds.items()}
         documents = [
-            TokenSequence.document(100 + i, ResultSlot(7, i), TASK, _tokens(3), DocumentPayload(1, key))
+            TokenSequence.document(100 + i, ResultSlot(7, i), TASK, tokens(3), DocumentPayload(1, key))
             for i, key in enumerate(seeds)
         ]
         items = Ragged.from_items([rows.to(self.device) for rows in embeddings.values()])
@@ -124,10 +125,6 @@ def check_scores_from_a_slab(device: str, backend: str, precision: str) -> None:
     assert scored.slab.hits > turns // 2
     assert scored.slab.copied > turns // 2
     assert scored.slab.evictions > turns // 4
-
-
-def _tokens(count: int) -> Tokens:
-    return Tokens(np.zeros(count, dtype=np.int32))
 
 
 def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:

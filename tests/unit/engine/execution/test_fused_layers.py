@@ -33,6 +33,7 @@ from maxsimd.engine.execution.runner import StepAttention
 from maxsimd.engine.ops import elementwise
 from tests.checkpoints import cross_encoders
 from tests.exhaustive import exhaustive
+from tests.logged import logged
 from tests.unit.engine.execution.test_packed import laid_out
 from tests.unit.engine.ops.interpreted import interpreted
 from tests.unit.engine.ops.kernel_checks import plainly_turned
@@ -94,10 +95,9 @@ def rotary_model(name: str, attention: str) -> Any:
     return backbone
 
 
-def _fused_layers(name: str) -> int:
-    backbone = rotary_model(name, runner.ATTENTION_NAME)
+def _fused_layers(backbone: Any) -> dict[str, int]:
     fused_layers.fuse(backbone)
-    return _count(backbone).get("FusedRotaryLayer", 0)
+    return _count(backbone)
 
 
 @contextmanager
@@ -113,18 +113,6 @@ def plain_kernels() -> Iterator[None]:
     plain = {"norm": elementwise.norm_reference, "gated": elementwise.gated_reference}
     with patch.multiple(elementwise, norm_rotary_=turn_, sum_and_norm=sum_and_norm, **plain):
         yield
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("maxsimd").addHandler(handler)
-    try:
-        yield logged
-    finally:
-        logging.getLogger("maxsimd").removeHandler(handler)
 
 
 @functools.cache
@@ -190,7 +178,7 @@ def test_modules_with_broken_kernels_stay() -> None:
         raise RuntimeError("no kernel image")
 
     for broken in (wrong, failing):
-        with plain_kernels(), patch.object(elementwise, "norm", broken), warnings() as warned:
+        with plain_kernels(), patch.object(elementwise, "norm", broken), logged() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
     expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
     assert expected in warned
@@ -205,7 +193,7 @@ def test_modules_that_differ_in_the_model_are_taken_back() -> None:
         made: torch.Tensor = forward(self, hidden, given)
         return made if hidden.shape[1] == parts.ROWS else made.flip(-1)
 
-    with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), warnings() as warned:
+    with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), logged() as warned:
         found = _fused_modules(_checkpoint("bert"), kernels="auto")
     assert found == {}
     assert any(each.startswith("layers are not fused, which is slower: results differ") for each in warned)
@@ -224,8 +212,7 @@ def test_layers_with_an_adapter_or_a_hook_stay() -> None:
     backbone.set_attn_implementation(runner.ATTENTION_NAME)
     runner.register_attention()
     with plain_kernels():
-        fused_layers.fuse(backbone)
-    assert _count(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
+        assert _fused_layers(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
 
 
 @pytest.mark.parametrize("name", [*sorted(MAIN), *exhaustive(*sorted(ROTARY.keys() - MAIN))])
@@ -234,8 +221,7 @@ def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> N
     """Packed ragged steps of a small model with random weights, fused and interpreted, against the library's
     own layers, a text at a time: with token types, and with padding that is not attended to."""
     ours, library = rotary_model(name, runner.ATTENTION_NAME), rotary_model(name, "eager")
-    fused_layers.fuse(ours)
-    assert _count(ours) == {"FusedRotaryLayer": library.config.num_hidden_layers}
+    assert _fused_layers(ours) == {"FusedRotaryLayer": library.config.num_hidden_layers}
     backend = OneByOneBackend()
     causal, takes_types = library.config.model_type in CAUSAL, "type_vocab_size" in ROTARY[name]
 
@@ -282,33 +268,30 @@ def test_others_of_this_structure_stay() -> None:
         scale = 1 + 0.1 * torch.log1p(position_ids // 16_384)
         return project(self, hidden_states * scale[..., None], **kwargs)
 
+    small = functools.partial(rotary_model, attention=runner.ATTENTION_NAME)
     with plain_kernels():
-        assert _fused_layers("qwen3") == 2
+        assert _fused_layers(small("qwen3")) == {"FusedRotaryLayer": 2}
         project = Qwen3Attention.forward
         with patch.object(Qwen3Attention, "forward", scaled_far_away):
-            assert _fused_layers("qwen3") == 0
-        backbone = rotary_model("qwen3", runner.ATTENTION_NAME)
+            assert _fused_layers(small("qwen3")) == {}
+        backbone = small("qwen3")
         backbone.layers[0].register_buffer("layer_scalar", torch.ones(1))
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 1}
+        assert _fused_layers(backbone) == {"FusedRotaryLayer": 1}
         with patch.object(ModernBertMLP, "forward", second_half):
-            assert _fused_layers("modernbert") == 0
+            assert _fused_layers(small("modernbert")) == {}
         forward = JinaEmbeddingsV3Layer.forward
         with patch.object(JinaEmbeddingsV3Layer, "forward", doubled):
-            assert _fused_layers("jina_embeddings_v3") == 0
-        backbone = rotary_model("modernbert", runner.ATTENTION_NAME)
+            assert _fused_layers(small("jina_embeddings_v3")) == {}
+        backbone = small("modernbert")
         backbone.layers[1].mlp.act = torch.nn.Softplus()  # the kernel has none
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 3}
-        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
+        assert _fused_layers(backbone) == {"FusedRotaryLayer": 3}
+        backbone = small("jina_embeddings_v3")
         backbone.layers[1].mlp.activation_fn = torch.nn.Softplus()  # it is called as it is
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 2}
-        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
+        assert _fused_layers(backbone) == {"FusedRotaryLayer": 2}
+        backbone = small("jina_embeddings_v3")
         backbone.layers[0].self_attn.q_proj = Adapted(backbone.layers[0].self_attn.q_proj)
         backbone.layers[1].mlp.fc2 = torch.nn.utils.parametrizations.weight_norm(backbone.layers[1].mlp.fc2)
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {}
+        assert _fused_layers(backbone) == {}
 
 
 @interpreted
@@ -319,8 +302,7 @@ def test_hooks_that_do_nothing_are_no_hindrance() -> None:
     assert any(module._forward_hooks for module in backbone.layers.modules())
     backbone.set_attn_implementation(runner.ATTENTION_NAME)
     with plain_kernels():
-        fused_layers.fuse(backbone)
-    assert _count(backbone) == {"FusedRotaryLayer": 4}
+        assert _fused_layers(backbone) == {"FusedRotaryLayer": 4}
 
 
 @contextmanager
@@ -392,8 +374,7 @@ def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
     for milliseconds, expected in ((0.2, 2), (0.4, 0)):
         backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME).bfloat16()
         with plain_kernels(), joining(by_tanh, milliseconds, 0.3):
-            fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 2}
+            assert _fused_layers(backbone) == {"FusedRotaryLayer": 2}
         assert sum(isinstance(module, parts.GeluLinear) for module in backbone.modules()) == expected
 
 

@@ -18,8 +18,9 @@ from maxsimd.engine.scoring import similarity
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence, Window
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, TokenSequence, Window
 from tests.unit.pairs import Pairs
+from tests.unit.scheduler.scheduled_requests import tokens
 
 pytestmark = pytest.mark.fast
 
@@ -31,10 +32,6 @@ SLOT = ResultSlot(0, 0)
 def rows(seed: int, count: int = 3) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     return torch.nn.functional.normalize(torch.randn(count, DIM, generator=random), dim=-1)
-
-
-def tokens(count: int) -> Tokens:
-    return Tokens(np.zeros(count, dtype=np.int32))
 
 
 def query(sequence_id: int, request_id: int, num_consumers: int) -> TokenSequence:
