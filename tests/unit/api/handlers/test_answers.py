@@ -386,8 +386,8 @@ async def test_an_answer_in_another_shape_says_where_the_time_went(caller: Calle
 
 TEXTS = ["Berlin is the capital of Germany.", "It lies on the Spree.", "a", "Paris is the capital of France."]
 SMALL: dict[str, Any] = {"k_sim": 2, "r_reps": 3, "d_proj": 8}
-ENCODED = {"input": TEXTS, "encoding": "muvera", "input_type": "document"}
-CHUNKED = {"input": "ab", "late_chunking": True}
+ENCODED: dict[str, Any] = {"input": TEXTS, "encoding": "muvera", "input_type": "document"}
+CHUNKED: dict[str, Any] = {"input": "ab", "late_chunking": True}
 
 
 def vectors_of(answer: Any) -> NDArray[Any]:
