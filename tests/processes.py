@@ -15,13 +15,13 @@ class Process:
 
     @property
     def is_there(self) -> bool:
-        found = _read(self.pid)
+        found = process_of(self.pid)
         return found is not None and found.start == self.start
 
 
 def processes() -> list[Process]:
     numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [found for number in numbers if (found := _read(number)) is not None]
+    return [found for number in numbers if (found := process_of(number)) is not None]
 
 
 def descendants(pid: int) -> list[Process]:
@@ -31,7 +31,7 @@ def descendants(pid: int) -> list[Process]:
     return [each for each in running if each.pid in family - {pid}]
 
 
-def _read(pid: int) -> Process | None:
+def process_of(pid: int) -> Process | None:
     """None for a process that is not there, or that has ended and has not been waited for."""
     try:
         # The name may have spaces and parentheses in it.

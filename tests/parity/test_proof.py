@@ -17,8 +17,7 @@ from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.device.load import _samples
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import modes as execution
-from maxsimd.engine.execution import modes as padded
+from maxsimd.engine.execution import modes
 from maxsimd.engine.execution.attention import select
 from maxsimd.engine.execution.attention.backend import GroupedBackend
 from maxsimd.engine.execution.runner import PackedRunner
@@ -93,9 +92,9 @@ def let_sequences_leak(patch: Patch) -> None:
 
 
 def let_padding_leak(patch: Patch) -> None:
-    right = padded.PaddedRunner._run
+    right = modes.PaddedRunner._run
 
-    def leaky(runner: padded.PaddedRunner, chunks: list[Any]) -> torch.Tensor:
+    def leaky(runner: modes.PaddedRunner, chunks: list[Any]) -> torch.Tensor:
         longest = max(len(chunk) for chunk in chunks)
         backbone = runner._backbone
         try:
@@ -109,7 +108,7 @@ def let_padding_leak(patch: Patch) -> None:
         finally:
             runner._backbone = backbone
 
-    patch.setattr(padded.PaddedRunner, "_run", leaky)
+    patch.setattr(modes.PaddedRunner, "_run", leaky)
 
 
 Broken = tuple[Callable[[Patch], None], str, dict[str, Any], str]
@@ -187,11 +186,11 @@ async def test_wrong_chunks_and_prefixes_are_not_used(wrong: type[GroupedBackend
     model = load_model(EngineConfig(model=language_models.qwen3_reranker(tmp_path / "model")), CPU)
     model.backbone.float()
     samples = make_samples(model)
-    found = execution.try_packed(model, CPU, GroupedBackend(), samples)
-    assert isinstance(found, execution.Packed)
+    found = modes.try_packed(model, CPU, GroupedBackend(), samples)
+    assert isinstance(found, modes.Packed)
     assert found.chunked
-    found = execution.try_packed(model, CPU, wrong(), samples)
-    assert isinstance(found, execution.Packed)
+    found = modes.try_packed(model, CPU, wrong(), samples)
+    assert isinstance(found, modes.Packed)
     assert not found.chunked
 
 

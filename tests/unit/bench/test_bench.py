@@ -29,6 +29,7 @@ from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES, Arena, Load, Results, T
 from maxsimd.bench.peers import Outcome as PeerOutcome
 from maxsimd.bench.report import Outcome, Report, run_and_clean_up
 from maxsimd.engine import EngineConfig
+from tests.processes import process_of
 from tests.waiting import wait_for
 
 
@@ -167,17 +168,9 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
     assert [step["status"] for step in written["steps"]] == [0, 3, -11, None, 0]
     assert [row["met"] for row in written["predictions"]] == [False, True]
     pid = next(int(line) for line in (tmp_path / "first-day.log").read_text().splitlines() if line.isdigit())
-    wait_for(lambda: has_ended(pid))  # what a step started ends with it
+    wait_for(lambda: process_of(pid) is None)  # what a step started ends with it
     late = run_steps(steps[:2], tmp_path, 0.0, "GPU")
     assert [outcome.verdict for outcome in late] == ["OVER TIME"] * 2, "no time is left for them"
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for nothing but to be noticed by the one that started it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.exhaustive
