@@ -65,8 +65,13 @@ class GgufFile:
         if int(self.get("split.count") or 1) > 1:
             raise ModelLoadError(f"{path} is one part of several; join them with llama-gguf-split --merge")
 
+    def forget_tokenizer(self) -> None:
+        """Frees what the reader holds of it, some hundred megabytes: all but `tokens`."""
+        log.debug("%s has %d tokens", self.path, len(self.tokens))
+        for key in [key for key in self._reader.fields if key.startswith("tokenizer.ggml.")]:
+            del self._reader.fields[key]
+
     def close(self) -> None:
-        """Frees the names of all tokens, some hundred megabytes."""
         del self._reader
         self.__dict__.pop("tokens", None)
 
@@ -349,6 +354,7 @@ def from_gguf(model: str, in_blocks: bool) -> Iterator[tuple[str, StoredWeights 
     file = GgufFile(path)
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
         stored = _lay_out(file, Path(folder), in_blocks)
+        file.forget_tokenizer()
         try:
             yield folder, stored
         except ModelLoadError as error:

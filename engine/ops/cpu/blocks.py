@@ -95,11 +95,15 @@ class BlockTensor(torch.Tensor):
     def numbers(self) -> torch.Tensor:
         """The matrix without blocks, as a plain tensor."""
         with torch.inference_mode(False), torch.no_grad():  # so that it may be seen otherwise in that mode
-            out = torch.empty(self.shape, dtype=_FLOAT32)
-            kernels().maxsimd_unpack(
-                self.kinds.data_ptr(), self.addresses.data_ptr(), *self.shape, out.data_ptr()
-            )
-            return out.to(self.dtype)
+            out = torch.empty(self.shape, dtype=self.dtype)
+            for first in range(0, len(self), _ROWS):
+                part = out[first : first + _ROWS]
+                numbers = part if self.dtype is _FLOAT32 else torch.empty(part.shape, dtype=_FLOAT32)
+                tables = (self.kinds[first:].data_ptr(), self.addresses[first:].data_ptr())
+                kernels().maxsimd_unpack(*tables, *part.shape, numbers.data_ptr())
+                if numbers is not part:
+                    part.copy_(numbers)
+            return out
 
     @property
     def num_bytes(self) -> int:
