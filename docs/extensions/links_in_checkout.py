@@ -14,6 +14,7 @@ _TAKEN = {
     "project/contributing": "CONTRIBUTING.md",
     "project/changes": "CHANGELOG.md",
     "project/peers": "bench/results/peers-cpu.md",
+    "project/peer-shapes": "bench/results/peer-shapes-cpu.md",
 }
 
 
