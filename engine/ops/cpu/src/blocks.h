@@ -210,14 +210,22 @@ inline void take_span(uint8_t kind, const uint8_t* row, int64_t at, int parts, c
         take_parts<Kind>(row + at / SPAN * Kind::SPAN_BYTES, parts, take, std::make_integer_sequence<int, PARTS>());
     };
     switch (kind) {
-        case F32: return of(Format<F32>());
-        case F16: return of(Format<F16>());
-        case BF16: return of(Format<BF16>());
-        case Q4_0: return of(Format<Q4_0>());
-        case Q8_0: return of(Format<Q8_0>());
-        case Q4_K: return of(Format<Q4_K>());
-        case Q5_K: return of(Format<Q5_K>());
-        case Q6_K: return of(Format<Q6_K>());
+        case F32:
+            return of(Format<F32>());
+        case F16:
+            return of(Format<F16>());
+        case BF16:
+            return of(Format<BF16>());
+        case Q4_0:
+            return of(Format<Q4_0>());
+        case Q8_0:
+            return of(Format<Q8_0>());
+        case Q4_K:
+            return of(Format<Q4_K>());
+        case Q5_K:
+            return of(Format<Q5_K>());
+        case Q6_K:
+            return of(Format<Q6_K>());
     }
 }
 
