@@ -27,7 +27,7 @@ from maxsimd.engine.execution import choose_device
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, BatchLimits, in_batches
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.scoring.maxsim import choose_maxsim, maxsim_reference
-from maxsimd.engine.scoring.scorer import CachedDocument, DocumentScorer, ScoringPrice, StepOutcome
+from maxsimd.engine.scoring.scorer import CachedDocument, DocumentScorer, ScoringPrice
 from maxsimd.pooling.methods import AllPool, PoolingCursor
 from maxsimd.pooling.ragged import Ragged, Spans, to_device
 from maxsimd.scheduler import Chunk, ResultSlot, Tokens, TokenSequence
@@ -185,9 +185,11 @@ def _slab_seconds(
             made = [scorer.score([], [], step) for step in steps]
         launch.append(time.perf_counter() - started)
         for one in made:
-            numbers = torch.cat([output.items.values.reshape(-1) for output in one.outputs]).cpu()
+            one.send_to_host(device)
+            if one.arrival is not None:
+                one.arrival.synchronize()
             started = time.perf_counter()
-            StepOutcome(tuple(one.outputs), numbers, (), one.releases, (), None).results()
+            one.results()
             results.append(time.perf_counter() - started)
     cache.close()
     per_turn = [sum(results[i : i + len(steps)]) for i in range(0, len(results), len(steps))]

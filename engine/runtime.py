@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
-from maxsimd.engine.actors.actor import Actor, Admit, DropRequest, EndEarly, Mailbox, SchedulerMessage
+from maxsimd.engine.actors.actor import Actor, DropRequest, EndEarly, Mailbox, OpenRequest, SchedulerMessage
 from maxsimd.engine.actors.runner import PoolingActor, RunnerActor, ScoringActor, is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor, StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turn
@@ -418,13 +418,13 @@ class Running:
             self.admission.confirm(permit, waiting.work + more_tokens)
             values = self._future()
             self.scheduler.post(
-                Admit(
-                    request=waiting,
-                    num_results=plan.num_values,
-                    options=options,
-                    values=values,
-                    arrived=None if arrived is None else partial(arrived, plan),
-                    refusal_of=plan.refusal_of,
+                OpenRequest(
+                    waiting,
+                    plan.num_values,
+                    options,
+                    values,
+                    None if arrived is None else partial(arrived, plan),
+                    plan.refusal_of,
                 )
             )
             self.admission.note_large(waiting, values)

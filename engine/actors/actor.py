@@ -1,19 +1,22 @@
 """Actors, asyncio tasks that own state and read typed messages from a mailbox, and their messages."""
 
 import asyncio
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.requests import RunOptions, Value, Values
-from maxsimd.engine.scoring.scorer import Releases, RequestFailure, Result, SkippedSequence, StepOutcome
+from maxsimd.engine.requests import RunOptions, Timings, Value, Values
+from maxsimd.engine.scoring.scorer import Releases, RequestFailure, SkippedSequence, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.methods import PoolingCursor
-from maxsimd.scheduler import CachedBatch, Step, WaitingRequest
+from maxsimd.scheduler import CachedBatch, ResultSlot, Step, WaitingRequest
 
 M = TypeVar("M")
 R = TypeVar("R")
@@ -84,19 +87,86 @@ class Actor(ABC, Generic[M]):
                     letter.reply.set_result(answer)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Admit:
-    """Engine to scheduler: run a request and resolve `values` with its `num_results` values by index.
+class OpenRequest:
+    """Engine to scheduler: run what is `waiting` and resolve `future` with `num_results` values by index.
 
     `arrived` is called with the values so far whenever some have arrived; it must not change them, nor block.
-    `refusal_of` returns an error for a value that is not finite, by index, if the input is the cause."""
+    `refusal_of` returns an error for a value that is not finite, by index, if the input is the cause.
+    `errors` are the reasons why indexes have no value."""
 
-    request: WaitingRequest
-    num_results: int
-    options: RunOptions
-    values: asyncio.Future[Values]
-    arrived: Callable[[list[Value | None]], None] | None = None
-    refusal_of: Callable[[int], InvalidRequestError | None] | None = None
+    def __init__(
+        self,
+        waiting: WaitingRequest,
+        num_results: int,
+        options: RunOptions,
+        future: asyncio.Future[Values],
+        arrived: Callable[[list[Value | None]], None] | None = None,
+        refusal_of: Callable[[int], InvalidRequestError | None] = lambda index: None,
+    ) -> None:
+        self.request_id = waiting.request_id
+        self.waiting = waiting
+        self.options = options
+        self.future = future
+        self.errors: dict[int, str] = {}
+        self.missing = num_results
+        self.score_seconds = 0.0
+        self.refusal_of = refusal_of
+        self._arrived = arrived
+        self._values: list[Value | None] = [None] * num_results
+        self._queued = time.perf_counter()
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        """Notes the first step with a part of it."""
+        if self._begun is None:
+            self._begun = time.perf_counter()
+
+    def store(self, index: int, value: Value) -> bool:
+        """Stores a finite value, unless its index has failed. Returns whether it is finite."""
+        is_finite = math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
+        if is_finite and index not in self.errors:
+            self.missing -= self._values[index] is None
+            self._values[index] = value
+        return is_finite
+
+    def give_up(self, indexes: Iterable[int], reason: str) -> bool:
+        """Marks values as failed, if the request reports errors. Returns whether it does."""
+        if self.options.on_error == "fail":
+            return False
+        for index in indexes:
+            if self._values[index] is None and index not in self.errors:
+                self.errors[index] = reason
+                self.missing -= 1
+        return True
+
+    def tell_progress(self) -> BaseException | None:
+        """Tells the caller how many values have arrived. Returns the error of the caller's function."""
+        if self.future.done():
+            return None
+        if self._arrived is not None:
+            self._arrived(self._values)
+        progress = self.options.progress
+        if progress is None or not self._values:  # all may be cached
+            return None
+        try:
+            progress(len(self._values) - self.missing, len(self._values))
+        except (Exception, asyncio.CancelledError) as error:
+            return error
+        return None
+
+    def finish(self) -> None:
+        """Resolves the request with the values so far."""
+        if self.future.done():
+            return
+        now = time.perf_counter()
+        begun = now if self._begun is None else self._begun
+        model = max(0.0, now - begun - self.score_seconds)
+        timings = Timings(queue=begun - self._queued, model=model, score=self.score_seconds)
+        self.future.set_result(Values(self._values, self.errors, timings))
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +235,7 @@ class StepReport:
     num_tokens: int = 0
     other_price: int = 0
     seconds: float = 0.0
-    results: tuple[Result, ...] = ()
+    results: tuple[tuple[ResultSlot, Value], ...] = ()
     failures: tuple[RequestFailure, ...] = ()
     score_seconds: float = 0.0
     out_of_memory: bool = False
@@ -185,7 +255,7 @@ class ChooseStep:
     """Scheduler to itself: the step on the device is nearly done; choose the next one."""
 
 
-SchedulerMessage = Admit | ChooseStep | DropRequest | EndEarly | SetWeights | StepEnding | StepReport
+SchedulerMessage = OpenRequest | ChooseStep | DropRequest | EndEarly | SetWeights | StepEnding | StepReport
 RunnerMessage = Step | DropRequest
 PoolingMessage = Pool | DropSequences
 ScoringMessage = Score | Commit | DropSequences | DropRequest

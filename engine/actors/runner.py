@@ -36,19 +36,18 @@ from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.execution.devices import use_device
+from maxsimd.engine.requests import Value
 from maxsimd.engine.scoring.scorer import (
     Arrival,
     CachedDocuments,
     DocumentScorer,
     Output,
     RequestFailure,
-    Result,
     SkippedSequence,
     StepOutcome,
 )
 from maxsimd.pooling.dispatch import DispatchPooler, Pooled
-from maxsimd.pooling.ragged import to_host
-from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Step, TokenSequence
+from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, ResultSlot, Step, TokenSequence
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +185,7 @@ class RunnerActor(Actor[RunnerMessage]):
         await self._arrivals.until(arrival)
         self._finish(attempt, attempt.outcome.results())
 
-    def _finish(self, attempt: "_Attempt", results: list[Result]) -> None:
+    def _finish(self, attempt: "_Attempt", results: list[tuple[ResultSlot, Value]]) -> None:
         """Delivers a stage's results, then commits it. Errors end the engine, except those of the cache,
         which takes new embeddings and writes them in its own thread."""
         step, outcome = attempt.step, attempt.outcome
@@ -204,7 +203,7 @@ class RunnerActor(Actor[RunnerMessage]):
                 step.other_price,
                 time.perf_counter() - attempt.started,
                 tuple(results),
-                outcome.failures,
+                tuple(outcome.failures),
                 attempt.score_seconds,
                 waited=attempt.waited,
                 device_seconds=self._charge(attempt.started),
@@ -361,23 +360,11 @@ class ScoringActor(Actor[ScoringMessage]):
         return None
 
     def _score(self, message: Score) -> StepOutcome:
-        scored = self._scorer.score(message.pooled, message.skipped, message.cached)
-        outputs = [*scored.outputs]
+        outcome = self._scorer.score(message.pooled, message.skipped, message.cached)
         for pooled in message.pooled:
-            outputs += self._plain_items(pooled)
-        flat = torch.cat(
-            [output.items.values.reshape(-1).float() for output in outputs]
-            or [torch.empty(0, dtype=torch.float32)]
-        )
-        host = to_host(flat)
-        return StepOutcome(
-            tuple(outputs),
-            host,
-            tuple(scored.failures),
-            scored.releases,
-            tuple(scored.new_embeddings),
-            record_arrival(self._scorer.device),
-        )
+            outcome.outputs += self._plain_items(pooled)
+        outcome.send_to_host(self._scorer.device)
+        return outcome
 
     def _plain_items(self, pooled: Pooled) -> list[Output]:
         """The items that are results themselves: all except those of queries and their documents."""
@@ -393,18 +380,6 @@ class ScoringActor(Actor[ScoringMessage]):
         if len(plain) < len(pooled.sequences):
             items = items.take(plain)
         return [Output(slots, items, scalar=pooled.task == "classify" and self._num_labels == 1)]
-
-
-def record_arrival(device: torch.device) -> Arrival | None:
-    """An event that completes when all work launched on a CUDA device so far is done. None for other devices,
-    for which `to_host` has waited. Waiting for it sleeps and does not spin."""
-    if device.type != "cuda":
-        return None
-    # Waiting for another kind of event keeps a core busy.
-    event = torch.cuda.Event(blocking=True)
-    # By its device: the current stream may belong to another GPU.
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 class Arrivals:

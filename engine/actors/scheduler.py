@@ -4,18 +4,16 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from maxsimd.engine.actors.actor import (
     Actor,
-    Admit,
     ChooseStep,
     DropRequest,
     EndEarly,
     Mailbox,
+    OpenRequest,
     RunnerMessage,
     SchedulerMessage,
     SetWeights,
@@ -25,9 +23,9 @@ from maxsimd.engine.actors.actor import (
 from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.requests import Timings, Value, Values
-from maxsimd.engine.scoring.scorer import RequestFailure, Result
-from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
+from maxsimd.engine.requests import Value
+from maxsimd.engine.scoring.scorer import RequestFailure
+from maxsimd.scheduler import ResultSlot, Scheduler, ServiceRate, Share, Step, StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -40,76 +38,6 @@ _TICK_SECONDS = 1.0
 _BEYOND_EXPECTED = 20
 # Before the first step is done the speed is unknown, and kernels may have to be compiled.
 _BEYOND_TIMEOUT_AT_FIRST = 10
-
-
-class OpenRequest:
-    """A request that waits for values. `errors` are the reasons why indexes have no value."""
-
-    def __init__(self, admitted: Admit) -> None:
-        self.request_id = admitted.request.request_id
-        self.tenant = admitted.options.tenant
-        self.errors: dict[int, str] = {}
-        self.missing = admitted.num_results
-        self.score_seconds = 0.0
-        # The error for a value that is not finite if the caller's input is the cause.
-        self.refusal_of = admitted.refusal_of or (lambda index: None)
-        self._admitted = admitted
-        self._future = admitted.values
-        self._values: list[Value | None] = [None] * admitted.num_results
-        self._queued = time.perf_counter()
-        self._begun: float | None = None
-
-    def begin(self) -> None:
-        """Notes the first step with a part of it."""
-        if self._begun is None:
-            self._begun = time.perf_counter()
-
-    def store(self, index: int, value: Value) -> bool:
-        """Stores a finite value, unless its index has failed. Returns whether it is finite."""
-        is_finite = math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
-        if is_finite and index not in self.errors:
-            self.missing -= self._values[index] is None
-            self._values[index] = value
-        return is_finite
-
-    def give_up(self, indexes: Iterable[int], reason: str) -> bool:
-        """Marks values as failed, if the request reports errors. Returns whether it does."""
-        if self._admitted.options.on_error == "fail":
-            return False
-        for index in indexes:
-            if self._values[index] is None and index not in self.errors:
-                self.errors[index] = reason
-                self.missing -= 1
-        return True
-
-    def tell_progress(self) -> BaseException | None:
-        """Tells the caller how many values have arrived. Returns the error of the caller's function."""
-        if self._future.done():
-            return None
-        if self._admitted.arrived is not None:
-            self._admitted.arrived(self._values)
-        progress = self._admitted.options.progress
-        if progress is None or not self._values:  # all may be cached
-            return None
-        try:
-            progress(len(self._values) - self.missing, len(self._values))
-        except (Exception, asyncio.CancelledError) as error:
-            return error
-        return None
-
-    def finish(self) -> None:
-        """Resolves the request with the values so far."""
-        if self._future.done():
-            return
-        now = time.perf_counter()
-        begun = now if self._begun is None else self._begun
-        model = max(0.0, now - begun - self.score_seconds)
-        timings = Timings(queue=begun - self._queued, model=model, score=self.score_seconds)
-        self._future.set_result(Values(self._values, self.errors, timings))
-
-    def fail(self, error: Exception) -> None:
-        if not self._future.done():
-            self._future.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +80,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._ending: set[int] = set()
         self._choose_at = 0.0
         self._alarm: asyncio.TimerHandle | None = None
-        self._posted: dict[int, Admit] = {}
+        self._posted: dict[int, OpenRequest] = {}
         self._posted_tokens = 0
         self._last_report = 0.0
         self._shown = (-1, -1)  # waiting tokens and sequences in the metrics
@@ -199,26 +127,26 @@ class SchedulerActor(Actor[SchedulerMessage]):
         device included. It is the same for requests of one size class."""
         like = (share, tokens.bit_length())
         if like not in self._ahead:
-            posted = [(each.request.share, each.request.work) for each in self._posted.values()]
+            posted = [(each.waiting.share, each.waiting.work) for each in self._posted.values()]
             ahead = self._scheduler.work_ahead(tokens, *share, coming=posted)
             self._ahead[like] = self.running_work + ahead
         return self._ahead[like]
 
     def waiting_of(self, tenant: str) -> int:
-        posted = [each.request.work for each in self._posted.values() if each.options.tenant == tenant]
+        posted = [each.waiting.work for each in self._posted.values() if each.options.tenant == tenant]
         return self._scheduler.waiting_of(tenant) + sum(posted)
 
-    def post(self, message: Admit) -> None:
+    def post(self, message: OpenRequest) -> None:
         """Posts a request. Its tokens count as waiting at once. For senders on this actor's loop."""
         self._ahead.clear()
-        self._posted[message.request.request_id] = message
-        self._posted_tokens += message.request.work
+        self._posted[message.request_id] = message
+        self._posted_tokens += message.waiting.work
         self.mailbox.tell(message)
 
     async def receive(self, message: SchedulerMessage) -> None:
         self._ahead.clear()
         match message:
-            case Admit():
+            case OpenRequest():
                 self._admit(message)
             case DropRequest():
                 self._end(message.request_id)
@@ -247,21 +175,21 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._metrics.queue_tokens.set(waiting[0])
             self._metrics.queue_sequences.set(waiting[1])
 
-    def _admit(self, message: Admit) -> None:
-        request_id = message.request.request_id
+    def _admit(self, message: OpenRequest) -> None:
+        request_id = message.request_id
         if self._posted.pop(request_id, None) is not None:
-            self._posted_tokens -= message.request.work
-        if message.values.done():  # cancelled before it got here
+            self._posted_tokens -= message.waiting.work
+        if message.future.done():  # cancelled before it got here
             return
         try:
-            self._scheduler.enter(message.request)
+            self._scheduler.enter(message.waiting)
         except ValueError as error:
             # Unreachable unless a sequence fits no step. Then its request alone fails.
             log.exception("request %d cannot be run", request_id)
-            message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
+            message.future.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
-        self._open[request_id] = OpenRequest(message)
-        if message.num_results == 0:  # no document can be read
+        self._open[request_id] = message
+        if not message.missing:  # no document can be read
             self._resolve(request_id, 0.0)
 
     def _end(self, request_id: int) -> OpenRequest | None:
@@ -310,7 +238,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         others = [(part.request_id, part.price) for part in step.others]
         for request_id, tokens in [*parts, *others]:
             if (request := self._open.get(request_id)) is not None:
-                work[request.tenant] = work.get(request.tenant, 0) + tokens
+                work[request.options.tenant] = work.get(request.options.tenant, 0) + tokens
         return work
 
     def _account(self, report: StepReport) -> None:
@@ -331,9 +259,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._scheduler.reduce_budget()
         for failure in report.failures:
             self._lose(failure)
-        for result in report.results:
-            self._store(result)
-        for request_id in dict.fromkeys(result.slot.request_id for result in report.results):
+        for slot, value in report.results:
+            self._store(slot, value)
+        for request_id in dict.fromkeys(slot.request_id for slot, _ in report.results):
             self._resolve(request_id, report.score_seconds)
 
     def _measure(self, work: int, seconds: float, waited: float) -> None:
@@ -347,12 +275,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self.pace.observe(work, min(seconds, since))
             self.step_times.observe(work, seconds)
 
-    def _store(self, result: Result) -> None:
-        request = self._open.get(result.slot.request_id)
+    def _store(self, slot: ResultSlot, value: Value) -> None:
+        request = self._open.get(slot.request_id)
         if request is None:
             return
-        index = result.slot.index
-        if request.store(index, result.value):
+        index = slot.index
+        if request.store(index, value):
             return
         refusal = request.refusal_of(index)
         if request.give_up((index,), self._not_finite if refusal is None else _TOO_LARGE):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from maxsimd.engine.requests import Value
 from maxsimd.engine.scoring.maxsim import Indices, MaxSim, MaxSimApart, MaxSimSpans
 from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs, score_with_matches
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.pooling.ragged import Ragged, Spans, decoded, joined_on, to_device
+from maxsimd.pooling.ragged import Ragged, Spans, decoded, joined_on, to_device, to_host
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, TokenSequence, Window
 
 
@@ -90,13 +90,6 @@ class SkippedSequence:
     embedding: CachedEmbedding | None = None
 
 
-class Result(NamedTuple):
-    """The value for one slot. A tuple, because thousands are made: half the time of a dataclass."""
-
-    slot: ResultSlot
-    value: Value
-
-
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
     """A request that cannot be completed: it lacks the values of `indexes`, or any. `sequence_id` is the
@@ -133,24 +126,53 @@ class Arrival(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def record_arrival(device: torch.device) -> Arrival | None:
+    """An event that completes when all work launched on a CUDA device so far is done. None for other devices,
+    for which `to_host` has waited. Waiting for it sleeps and does not spin."""
+    if device.type != "cuda":
+        return None
+    # Waiting for another kind of event keeps a core busy.
+    event = torch.cuda.Event(blocking=True)
+    # By its device: the current stream may belong to another GPU.
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(slots=True, eq=False)
 class StepOutcome:
-    """The result of scoring a stage of a step, before it is delivered. `host` holds the outputs' numbers end
-    to end, float32 [n], once the device has come to `arrival` (None: now)."""
+    """The result of scoring a stage of a step, before it is delivered.
 
-    outputs: tuple[Output, ...]
-    host: torch.Tensor
-    failures: tuple[RequestFailure, ...]
-    releases: Releases
-    new_embeddings: tuple[PendingEmbeddings, ...]
-    arrival: Arrival | None
+    `consumers` counts scored documents by query id, `complete` holds the ids of documents read through
+    windows. `send_to_host` sets `host`: the outputs' numbers end to end, float32 [n], which are there once
+    the device has come to `arrival` (None: at once)."""
 
-    def results(self) -> list[Result]:
+    outputs: list[Output] = field(default_factory=list)
+    failures: list[RequestFailure] = field(default_factory=list)
+    new_embeddings: list[PendingEmbeddings] = field(default_factory=list)
+    consumers: Counter[int] = field(default_factory=Counter)
+    complete: set[int] = field(default_factory=set)
+    host: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    arrival: Arrival | None = None
+
+    @property
+    def releases(self) -> Releases:
+        return Releases(dict(self.consumers), frozenset(self.complete))
+
+    def add(self, scores: torch.Tensor, slots: tuple[ResultSlot, ...]) -> None:
+        self.outputs.append(Output(slots, Ragged.one_row_each(scores[:, None]), scalar=True))
+
+    def send_to_host(self, device: torch.device) -> None:
+        """Starts one transfer of all outputs from `device`."""
+        if self.outputs:
+            self.host = to_host(torch.cat([each.items.values.reshape(-1).float() for each in self.outputs]))
+        self.arrival = record_arrival(device)
+
+    def results(self) -> list[tuple[ResultSlot, Value]]:
         """Returns the values for all slots, once the numbers are there. They are copied out of pinned memory:
         a view that a caller keeps would hold the whole step's block, which torch never frees."""
         flat = self.host.numpy()
         is_pinned = self.host.is_pinned()
-        results: list[Result] = []
+        results: list[tuple[ResultSlot, Value]] = []
         position = 0
         for output in self.outputs:
             count, dim = output.items.values.numel(), output.items.values.shape[-1]
@@ -162,7 +184,7 @@ class StepOutcome:
                 rows = part.reshape(-1, dim)
                 parts = (rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist()))
                 values = [part.copy() if is_pinned else part for part in parts]
-            results += map(Result._make, zip(output.slots, values, strict=True))
+            results += zip(output.slots, values, strict=True)
         return results
 
 
@@ -249,24 +271,6 @@ class WindowStore:
 _NO_QUERY = "the query's embedding is no longer stored"
 
 
-@dataclass(slots=True, eq=False)
-class ScoredDocuments:
-    """The results of one call of `DocumentScorer.score`; complete when it returns."""
-
-    outputs: list[Output] = field(default_factory=list)
-    failures: list[RequestFailure] = field(default_factory=list)
-    new_embeddings: list[PendingEmbeddings] = field(default_factory=list)
-    consumers: Counter[int] = field(default_factory=Counter)
-    complete: set[int] = field(default_factory=set)
-
-    def add(self, scores: torch.Tensor, slots: tuple[ResultSlot, ...]) -> None:
-        self.outputs.append(Output(slots, Ragged.one_row_each(scores[:, None]), scalar=True))
-
-    @property
-    def releases(self) -> Releases:
-        return Releases(dict(self.consumers), frozenset(self.complete))
-
-
 class DocumentScorer:
     """Owns queries whose documents are still to come, and documents with missing windows.
 
@@ -300,11 +304,11 @@ class DocumentScorer:
 
     def score(
         self, pooled: Sequence[Pooled], skipped: Sequence[SkippedSequence], cached: Sequence[CachedBatch]
-    ) -> ScoredDocuments:
+    ) -> StepOutcome:
         """Scores all documents that a step completes, in one batch for each task. Stores the step's queries
         and windows by their ids, which `commit` releases once the scores are delivered. Before a failed step
         is retried, `forget` must be called with its ids."""
-        made = ScoredDocuments()
+        made = StepOutcome()
         new_rows: dict[bytes, tuple[Ragged, int]] = {}
         for task in pooled:
             for i, sequence in enumerate(task.sequences):
@@ -333,9 +337,7 @@ class DocumentScorer:
         self.queries.drop_request(request_id)
         self.windows.drop_request(request_id)
 
-    def _complete_documents(
-        self, pooled: Pooled, made: ScoredDocuments
-    ) -> tuple[list[TokenSequence], Ragged]:
+    def _complete_documents(self, pooled: Pooled, made: StepOutcome) -> tuple[list[TokenSequence], Ragged]:
         """Returns the documents that are complete with this step, and their embeddings."""
         payloads = [sequence.payload.document for sequence in pooled.sequences]
         if all(document is None or document.window is None for document in payloads):
@@ -360,7 +362,7 @@ class DocumentScorer:
         documents: list[TokenSequence],
         items: Ragged,
         new_rows: dict[bytes, tuple[Ragged, int]],
-        made: ScoredDocuments,
+        made: StepOutcome,
     ) -> list[tuple[list[TokenSequence], Ragged]]:
         """Starts copying new embeddings to the host for the cache and to the slab. Returns the rows to score,
         cacheable ones in the cache's precision, so that a hit and a miss score identically."""
@@ -394,7 +396,7 @@ class DocumentScorer:
         self,
         skipped: Sequence[SkippedSequence],
         new_rows: dict[bytes, tuple[Ragged, int]],
-        made: ScoredDocuments,
+        made: StepOutcome,
     ) -> None:
         duplicates = [one.sequence for one in skipped if one.embedding is None]
         if duplicates:
@@ -407,7 +409,7 @@ class DocumentScorer:
             job = self._find_queries(sequences, made)
             self._score_cached(job, entries, [entry.key for entry in entries], made)
 
-    def _score_batch(self, batch: CachedBatch, made: ScoredDocuments) -> None:
+    def _score_batch(self, batch: CachedBatch, made: StepOutcome) -> None:
         documents: CachedDocuments = batch.documents
         try:
             query = self._query(batch.waits_for, batch.given_query)
@@ -429,7 +431,7 @@ class DocumentScorer:
         job: ScoringJob,
         entries: Sequence[CachedEmbedding],
         keys: Sequence[bytes | None],
-        made: ScoredDocuments,
+        made: StepOutcome,
     ) -> None:
         if self._slab is None:
             self._score_from_host(job, entries, made)
@@ -442,7 +444,7 @@ class DocumentScorer:
         absent = [entries[i] for i in located.absent.tolist()]
         self._score_from_host(job.of_documents(located.absent), absent, made)
 
-    def _score_spans(self, job: ScoringJob, documents: Spans, made: ScoredDocuments) -> None:
+    def _score_spans(self, job: ScoringJob, documents: Spans, made: StepOutcome) -> None:
         """Scores documents in the slab. All that reads them is launched before this returns."""
         if not len(job.pairs):
             return
@@ -456,7 +458,7 @@ class DocumentScorer:
         self._add(scores, job, lambda i: documents.item(i).decoded(self._dtype).values, made)
 
     def _score_from_host(
-        self, job: ScoringJob, entries: Sequence[CachedEmbedding], made: ScoredDocuments
+        self, job: ScoringJob, entries: Sequence[CachedEmbedding], made: StepOutcome
     ) -> None:
         if self._maxsim_apart is None:
             # Joined on the device; they travel in the cache's precision.
@@ -480,7 +482,7 @@ class DocumentScorer:
         # A single vector is compared in float32, like a query that was run here.
         return rows.to(self._dtype) if self._similarity in TOKEN_SIMILARITIES else rows.float()
 
-    def _score_ragged(self, job: ScoringJob, items: Ragged, made: ScoredDocuments) -> None:
+    def _score_ragged(self, job: ScoringJob, items: Ragged, made: StepOutcome) -> None:
         if not len(job.pairs):
             return
         if items.scales is None or not self._takes_int8:
@@ -496,7 +498,7 @@ class DocumentScorer:
         scores: torch.Tensor,
         job: ScoringJob,
         document: Callable[[int], torch.Tensor],
-        made: ScoredDocuments,
+        made: StepOutcome,
     ) -> None:
         """Adds the scores of all pairs, explained ones with matches. `document` returns the scored rows.
         Scores of parts of a query will be added up: means count by their share of the rows."""
@@ -519,7 +521,7 @@ class DocumentScorer:
             rows = to_device(torch.tensor(others), scores.device)
             made.add(scores[rows], tuple(job.slots[i] for i in others))
 
-    def _find_queries(self, sequences: Sequence[TokenSequence], made: ScoredDocuments) -> ScoringJob:
+    def _find_queries(self, sequences: Sequence[TokenSequence], made: StepOutcome) -> ScoringJob:
         """Finds the query of each document; fails the requests whose queries are no longer stored."""
         position: dict[int, int] = {}
         embeddings: list[torch.Tensor] = []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxsimd.engine import QueueFullError, RequestTooLargeError
-from maxsimd.engine.actors.actor import Admit, Mailbox, RunnerMessage, SchedulerMessage
+from maxsimd.engine.actors.actor import Mailbox, OpenRequest, RunnerMessage, SchedulerMessage
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits, Permit
 from maxsimd.engine.metrics import EngineMetrics
@@ -61,7 +61,7 @@ class Door:
             request = WaitingRequest(number, run.share)
             request.add(texts(number, lengths, 1000 * number), [])
             values = asyncio.get_running_loop().create_future()
-            self.actor.post(Admit(request=request, num_results=len(lengths), options=run, values=values))
+            self.actor.post(OpenRequest(request, len(lengths), run, values))
         return request, values
 
     def permit(self, tokens: int, **options: Any) -> AbstractContextManager[Permit]:

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-import maxsimd.engine.actors.runner as scoring_module
+import maxsimd.engine.scoring.scorer as scoring_module
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, SyncEngine, Tenant, Truncation, errors
 from maxsimd.engine.metrics import DeviceStats, EngineStats

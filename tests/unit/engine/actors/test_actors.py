@@ -16,7 +16,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import RunOptions
-from maxsimd.engine.scoring.scorer import RequestFailure, Result
+from maxsimd.engine.scoring.scorer import RequestFailure
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
 from tests.unit.scheduler.scheduled_requests import texts
 from tests.waiting import until
@@ -45,16 +45,13 @@ class Device:
         values: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         request = WaitingRequest(request_id, options.share)
         request.add(texts(request_id, lengths, 100 * request_id), [])
-        await self.actor.receive(
-            actors.Admit(request=request, num_results=len(lengths), options=options, values=values)
-        )
+        await self.actor.receive(actors.OpenRequest(request, len(lengths), options, values))
         return values
 
     async def report(self, step: Step, first: int, last: int, seconds: float, waited: float = 0.0) -> None:
         chunks = step.chunks[first:last]
         results = tuple(
-            Result(ResultSlot(chunk.sequence.request_id, chunk.sequence.sequence_id % 100), 1.0)
-            for chunk in chunks
+            (ResultSlot(chunk.sequence.request_id, chunk.sequence.sequence_id % 100), 1.0) for chunk in chunks
         )
         num_tokens = sum(map(len, chunks))
         report = actors.StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results, waited=waited)
@@ -127,7 +124,7 @@ async def test_a_value_that_is_not_finite_fails_its_request_alone() -> None:
         device = Device(steps_in_flight=2)
         broken, whole = await device.admit(1, [4]), await device.admit(2, [4])
         for request_id, given in ((1, value), (2, np.array([[1.0]]))):
-            result = Result(ResultSlot(request_id, 0), given)
+            result = (ResultSlot(request_id, 0), given)
             await device.actor.receive(actors.StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
         with pytest.raises(RequestFailedError, match="not finite"):
             broken.result()

@@ -25,6 +25,7 @@ from maxsimd.engine.cache.slab import EmbeddingSlab, Segments
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load
 from maxsimd.engine.metrics import EngineStats
+from maxsimd.engine.scoring import scorer as scorers
 from maxsimd.engine.scoring.scorer import DocumentScorer, QueryStore, StepOutcome, WindowStore
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.dispatch import DispatchPooler
@@ -211,7 +212,7 @@ def workload(pairs: list[Pair], faults: Faults) -> Workload:
 
 def _arrive_by(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[], object]) -> None:
     event = SimpleNamespace(synchronize=synchronize)
-    monkeypatch.setattr(runners, "record_arrival", lambda device: event)
+    monkeypatch.setattr(scorers, "record_arrival", lambda device: event)
 
 
 @pytest.fixture(params=["cpu", "gpu"])

@@ -86,7 +86,7 @@ class Scored:
             made = self.scorer.score([], [], [CachedBatch(7, 1, 1, scorer.CachedDocuments.of(documents))])
         self._compare(made, keys, entries)
 
-    def _compare(self, made: scorer.ScoredDocuments, keys: list[bytes], entries: Any = None) -> None:
+    def _compare(self, made: scorer.StepOutcome, keys: list[bytes], entries: Any = None) -> None:
         expected = [exact(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]]
         found = np.full(len(expected), np.nan)
         for output in made.outputs:

@@ -14,7 +14,7 @@ import torch
 from transformers import BertConfig, Gemma3nTextConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
-from maxsimd.engine.actors.runner import Arrivals, record_arrival
+from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
@@ -32,6 +32,7 @@ from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import make_samples, random_sequences
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
+from maxsimd.engine.scoring.scorer import record_arrival
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import TokenSequence
 from tests.checkpoints import cross_encoders, nomic

@@ -16,12 +16,12 @@ import pytest
 
 from maxsimd.engine import Engine, EngineConfig, EngineDeadError
 from maxsimd.engine import runtime as launch_module
-from maxsimd.engine.actors import runner as scoring_module
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scheduler import StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turns
 from maxsimd.engine.device.load import num_given_up
 from maxsimd.engine.device.thread import num_left_behind
+from maxsimd.engine.scoring import scorer as scoring_module
 from maxsimd.scheduler import StepTimes
 from tests.waiting import Pause, until, wait_for
 

@@ -66,7 +66,7 @@ class ReadsInt8:
 class Scorer(scorers.DocumentScorer):
     """One whose steps have new documents alone unless it is said."""
 
-    def score(self, pooled: Any, skipped: Any = (), cached: Any = ()) -> scorers.ScoredDocuments:
+    def score(self, pooled: Any, skipped: Any = (), cached: Any = ()) -> scorers.StepOutcome:
         return super().score(pooled, skipped, cached)
 
 
@@ -83,7 +83,7 @@ def entry(item: torch.Tensor, precision: Precision, truncated: bool = False) -> 
     return CachedEmbedding(items.values, items.scales, len(item), truncated)
 
 
-def scores(made: scorers.ScoredDocuments) -> dict[ResultSlot, float]:
+def scores(made: scorers.StepOutcome) -> dict[ResultSlot, float]:
     """Every slot's score; no slot may be scored twice."""
     found: dict[ResultSlot, float] = {}
     for output in made.outputs:
@@ -380,12 +380,12 @@ def test_scalars_and_matrices_are_both_copied(monkeypatch: pytest.MonkeyPatch, i
         for i, items in enumerate(all_items)
     ]
     host = torch.cat([items.values.reshape(-1) for items in all_items])
-    results = scorers.StepOutcome(tuple(outputs), host, (), scorers.Releases(), (), None).results()
-    assert [result.slot for result in results] == [slot for output in outputs for slot in output.slots]
+    results = scorers.StepOutcome(outputs, host=host).results()
+    assert [slot for slot, _ in results] == [slot for output in outputs for slot in output.slots]
     expected = [*matrices, 0.5, -2.0, *wide, 0.5, -2.0]
-    for result, wanted in zip(results, expected, strict=True):
-        assert isinstance(result.value, float if isinstance(wanted, float) else np.ndarray)
-        np.testing.assert_array_equal(result.value, wanted)
-        if isinstance(result.value, np.ndarray) and result.value.size:
-            assert np.shares_memory(result.value, host.numpy()) is not is_pinned
-            assert (result.value.base is None) is is_pinned, "nor does one hold the others"
+    for (_, value), wanted in zip(results, expected, strict=True):
+        assert isinstance(value, float if isinstance(wanted, float) else np.ndarray)
+        np.testing.assert_array_equal(value, wanted)
+        if isinstance(value, np.ndarray) and value.size:
+            assert np.shares_memory(value, host.numpy()) is not is_pinned
+            assert (value.base is None) is is_pinned, "nor does one hold the others"
