@@ -100,12 +100,15 @@ def _is_name(name: str) -> bool:
     return is_plain and 0 < len(name) <= _LONGEST_NAME
 
 
-def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
-    """The configuration of several models as YAML, without keys."""
+def shown(engine: EngineConfig | Sequence[ModelSetup], server: ServerConfig) -> str:
+    """The configuration of one model or of several as YAML, without keys."""
     import yaml
 
-    each = {setup.name: {**in_collections(values_of(setup.engine)), WEIGHT: setup.weight} for setup in models}
-    page: Mapping[str, Any] = {"models": each, **in_collections(values_of(server))}
+    if isinstance(engine, EngineConfig):
+        page = in_collections(values_of(engine) | values_of(server))
+    else:
+        own = {each.name: {**in_collections(values_of(each.engine)), WEIGHT: each.weight} for each in engine}
+        page = {"models": own, **in_collections(values_of(server))}
     return str(yaml.safe_dump(page, sort_keys=False, allow_unicode=True))
 
 

@@ -6,10 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,11 +20,11 @@ from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.several.engines import DROPPED, FAILED, OK, MetricsByModel
+from maxsimd.engine.several.engines import DROPPED, FAILED, OK, Engines, ModelLoad
 from maxsimd.engine.tenants import Tenant
 
 if TYPE_CHECKING:
-    from maxsimd.engine import Engine, Engines
+    from maxsimd.engine import Engine
 
 
 class _ServedGauge(Collector):
@@ -44,69 +43,58 @@ T = TypeVar("T")
 log = logging.getLogger("maxsimd.models")
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedModel:
-    """A model that was loaded, even if it has died since. `watch` waits for its death."""
+class _LoadedModel(NamedTuple):
+    """A model that was loaded, even if it has died since."""
 
     engine: "Engine"
     facts: ModelFacts
-    watch: asyncio.Task[None]
 
 
 class LastModelError(Exception):
     """The server would have no model without this one."""
 
 
-class SeveralModels:
+class SeveralModels(Engines):
     """The models of a server by their names, in order; used on one event loop, in place of an engine."""
 
     restart_obstacle: str | None = None
 
-    def __init__(
-        self, engines: "Engines", setups: Sequence[ModelSetup], loadable: Loadable, grace: float
-    ) -> None:
-        """`engines` are made of `setups`, not started. Dropped models have `grace` seconds for requests."""
+    def __init__(self, setups: Sequence[ModelSetup], loadable: Loadable, grace: float) -> None:
+        """Dropped models have `grace` seconds for requests."""
+        super().__init__(
+            {setup.name: setup.engine for setup in setups},
+            weights={setup.name: setup.weight for setup in setups},
+        )
         self.death: str | None = None
-        self.metrics = SimpleNamespace(registry=CollectorRegistry())
-        self.metrics.registry.register(_ServedGauge(self))
-        self.metrics.registry.register(MetricsByModel(self._registries))
-        self.engines = engines
+        self.registry.register(_ServedGauge(self))
+        self.metrics = SimpleNamespace(registry=self.registry)
         self._grace = grace
         self._loadable = loadable
         self._setups = {setup.name: setup for setup in setups}
-        self._expected = set(self._setups)
-        self._served: dict[str, _LoadedModel] = {}
+        # Models that a request without a name may mean. None: configured, and never loaded.
+        self._choosable: dict[str, _LoadedModel | None] = dict.fromkeys(self._setups)
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._tenants: Mapping[str, Tenant] = {}
         self._is_started = False
         self._is_left = asyncio.Event()
-        # Number of times that all caches were cleared.
-        self._num_clears = 0
+        # Models that were loading when all caches were cleared.
+        self._to_clear: set[str] = set()
 
     # For the server's life.
 
     async def start(self) -> None:
         """Loads the models. Raises ModelLoadError if all fail."""
-        num_clears = self._num_clears
-        await self.engines.start()
+        await super().start()
         self._is_started = True
-        for name in self._setups:
-            if self.state(name) == OK:
-                await self._take(name, num_clears)
-            else:
-                log.error("the model %s is not served: %s", name, in_flags(self.state(name)))
-        if not self._served:
-            reasons = "; ".join(f"{name}: {_reason(self.state(name))}" for name in self._setups)
-            raise ModelLoadError(f"none of the models can be loaded: {reasons}")
+        if not self.is_healthy:
+            raise ModelLoadError(f"none of the models can be loaded: {self._reasons}")
 
     async def stop(self, grace: float | None = None) -> None:
         self._is_started = False
         for change in self._changes.values():
             change.cancel()
         await asyncio.gather(*self._changes.values(), return_exceptions=True)
-        for served in self._served.values():
-            served.watch.cancel()
-        await self.engines.stop(grace)
+        await super().stop(grace)
 
     async def until_dead(self) -> None:
         await self._is_left.wait()
@@ -118,7 +106,7 @@ class SeveralModels:
 
     @property
     def is_healthy(self) -> bool:
-        return self._is_started and any(self.state(name) == OK for name in self._setups)
+        return self._is_started and bool(self._serving)
 
     @property
     def facts(self) -> ModelFacts:
@@ -129,19 +117,19 @@ class SeveralModels:
     def config(self) -> EngineConfig:
         """The first served model's, with the largest `max_request_tokens` of all."""
         largest = max(setup.engine.max_request_tokens for setup in self._setups.values())
-        return dataclasses.replace(self._first().engine.config, max_request_tokens=largest)
+        return dataclasses.replace(self._first().config, max_request_tokens=largest)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         self._tenants = tenants
-        for served in self._served.values():
-            served.engine.set_tenants(tenants)
+        for engine in self._serving:
+            engine.set_tenants(tenants)
 
     def check_rate(self, tenant: str) -> None:
         """Raises QueueFullError if the tenant has used up its rates with all models; each counts its own."""
         refused: QueueFullError | None = None
-        for name in self.served_names:
+        for engine in self._serving:
             try:
-                self._served[name].engine.check_rate(tenant)
+                engine.check_rate(tenant)
             except QueueFullError as error:
                 refused = error
             else:
@@ -152,18 +140,16 @@ class SeveralModels:
     async def clear_cache(self) -> None:
         """Clears the caches of all models. Those that load meanwhile clear theirs before they serve; those
         that die or are dropped are passed over."""
-        self._num_clears += 1
-        for engine in [self._served[name].engine for name in self.served_names]:
+        self._to_clear |= self._loading
+        for engine in self._serving:
             with suppress(EngineDeadError, EngineNotReadyError):
                 await engine.clear_cache()
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
         """Runs work that belongs to no model yet in the threads of any that lives."""
-        for name in self.served_names:
-            try:
-                return await self._served[name].engine.in_thread(function, size)
-            except (EngineDeadError, EngineNotReadyError):
-                continue
+        for engine in self._serving:
+            with suppress(EngineDeadError, EngineNotReadyError):
+                return await engine.in_thread(function, size)
         raise EngineDeadError(self.death or "no model is left")
 
     # For requests.
@@ -173,34 +159,22 @@ class SeveralModels:
         """All models, with those that have failed or were dropped, in order."""
         return tuple(self._setups)
 
-    def state(self, name: str) -> str:
-        """ "loading", "ok", "failed: ..." or "dropped"."""
-        return self.engines.state(name)
-
     def facts_of(self, name: str) -> ModelFacts | None:
         """None if the model was never loaded."""
-        served = self._served.get(name)
-        return None if served is None else served.facts
+        loaded = self._choosable.get(name)
+        return None if loaded is None else loaded.facts
 
     def setup_of(self, name: str) -> ModelSetup:
         return self._setups[name]
 
     def engine(self, name: str) -> "Engine | None":
         """The engine of a model; None if it takes no requests."""
-        return self._served[name].engine if name in self._served and self.state(name) == OK else None
-
-    def choosable(self) -> dict[str, ModelFacts | None]:
-        """The models that a request without a name may mean: served or configured, and not dropped."""
-        return {
-            name: self.facts_of(name)
-            for name in self._setups
-            if self.state(name) != DROPPED and (name in self._served or name in self._expected)
-        }
+        return self._model(name).served
 
     def all_facts(self) -> dict[str, ModelFacts]:
-        return {name: self._served[name].facts for name in self.served_names}
+        return {name: engine.facts for name in self.names if (engine := self.engine(name)) is not None}
 
-    # What clients call models.
+    # Names of models in requests.
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -224,7 +198,11 @@ class SeveralModels:
         """The model that a request goes to, served or not. Raises ApiError."""
         if name:
             return self.find(name)
-        choosable = self.choosable()
+        choosable = {
+            each: self.facts_of(each)
+            for each in self.names
+            if each in self._choosable and self.state(each) != DROPPED
+        }
         suited = first_suited(wanted, choosable)
         if choosable[suited] is None:
             message = (
@@ -269,13 +247,13 @@ class SeveralModels:
     def may_load(self, name: str) -> bool:
         return self._loadable.setup_of(name) is not None
 
-    async def load(self, name: str) -> None:
+    async def add(self, name: str) -> None:
         """Loads a model, unless it is served. Goes on if its caller leaves. Raises ModelLoadError."""
-        await self._change(name, self._load)
+        await self._change(name, self._add)
 
-    async def drop(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Drops a model, with a grace for requests. Goes on if its caller leaves. Raises LastModelError."""
-        await self._change(name, self._drop)
+        await self._change(name, self._remove)
 
     async def _change(self, name: str, change: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         """Makes one change of a model at a time."""
@@ -289,11 +267,11 @@ class SeveralModels:
     def _changed(self, name: str, task: asyncio.Task[None]) -> None:
         if self._changes.get(name) is task:
             del self._changes[name]
-        if not task.cancelled() and isinstance(error := task.exception(), ModelLoadError):
-            log.error("the model %s is not served: %s", name, in_flags(str(error)))
+        if not task.cancelled():
+            task.exception()  # its caller may have left
         self._end_if_none_is_left()
 
-    async def _load(self, name: str) -> None:
+    async def _add(self, name: str) -> None:
         if name in self._setups and self.engine(name) is not None:
             return
         setup = self._loadable.setup_of(name)
@@ -303,60 +281,52 @@ class SeveralModels:
                 f"the link {link} leads out of the folder of --models-dir, or nowhere; replace it by a copy"
             )
         self._setups.setdefault(name, setup)
-        num_clears = self._num_clears
-        await self.engines.load(name, setup.engine, setup.weight)
-        await self._take(name, num_clears)
-        log.info("the model %s is served: %s", name, self._served[name].facts.how_it_runs)
+        await self.load(name, setup.engine, setup.weight)
+        log.info("the model %s is served: %s", name, self[name].facts.how_it_runs)
 
-    async def _drop(self, name: str) -> None:
+    async def _remove(self, name: str) -> None:
         if self.state(name) == DROPPED:
             return
         if not any(other != name for other in self.served_names):
             raise LastModelError(name)
-        served = self._served.get(name)
-        if served is not None:
-            served.watch.cancel()
-        await self.engines.drop(name, self._grace)
-        self._served.pop(name, None)
-        self._expected.discard(name)
+        await self.drop(name, self._grace)
+        self._choosable.pop(name, None)
         log.info("the model %s is dropped", name)
 
-    async def _take(self, name: str, num_clears: int) -> None:
-        """Serves a model that has been loaded since all caches were cleared for the `num_clears`-th time."""
-        engine = self.engines[name]
-        while num_clears < self._num_clears:
-            num_clears = self._num_clears
+    async def _prepare(self, name: str, engine: "Engine") -> None:
+        while name in self._to_clear:
+            self._to_clear.remove(name)
             await engine.clear_cache()
-        before = self._served.get(name)
-        if before is not None:
-            before.watch.cancel()
         engine.set_tenants(self._tenants)
-        self._served[name] = _LoadedModel(
-            engine, engine.facts, asyncio.create_task(self._watch(name, engine))
-        )
+        self._choosable[name] = _LoadedModel(engine, engine.facts)
 
-    async def _watch(self, name: str, engine: "Engine") -> None:
-        await engine.until_dead()
-        log.error("the model %s is not served any more: %s", name, engine.death)
+    def _fail(self, model: ModelLoad, reason: str) -> None:
+        super()._fail(model, reason)
         self._end_if_none_is_left()
 
     def _end_if_none_is_left(self) -> None:
         """Ends a server without a model and none on its way."""
         if self._is_started and not self._changes and not self.is_healthy:
-            self.death = "no model is left: " + "; ".join(
-                f"{name}: {_reason(self.state(name))}" for name in self._setups
-            )
+            self.death = f"no model is left: {self._reasons}"
             self._is_left.set()
 
-    def _first(self) -> _LoadedModel:
+    @property
+    def _reasons(self) -> str:
+        return "; ".join(f"{name}: {_reason(self.state(name))}" for name in self.names)
+
+    @property
+    def _serving(self) -> "list[Engine]":
+        return [engine for name in self.names if (engine := self.engine(name)) is not None]
+
+    def _first(self) -> "Engine":
         if self.death is not None:
             raise EngineDeadError(self.death)
-        for name in self.served_names:
-            return self._served[name]
+        for engine in self._serving:
+            return engine
         raise EngineNotReadyError("no model is served now")
 
     def _registries(self) -> dict[str, CollectorRegistry]:
-        return {name: served.engine.metrics.registry for name, served in self._served.items()}
+        return {name: model.engine.metrics.registry for name, model in self._choosable.items() if model}
 
 
 def _reason(state: str) -> str:

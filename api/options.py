@@ -305,14 +305,6 @@ def config_file_option(command: F) -> F:
     )(command)
 
 
-def shown(*configs: Any) -> str:
-    """Configurations as YAML, without keys."""
-    import yaml
-
-    values = {name: value for config in configs for name, value in values_of(config).items()}
-    return str(yaml.safe_dump(in_collections(values), sort_keys=False, allow_unicode=True))
-
-
 def values_of(config: Any) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     shown = {name: value for name, value in values.items() if name not in _SECRET}

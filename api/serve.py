@@ -29,7 +29,7 @@ from maxsimd.api.process import (
     share_heaps,
 )
 from maxsimd.api.state import FleetView, ServerState, Serving
-from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.config import EMBEDDED_MODEL
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.device.load import num_given_up
@@ -145,39 +145,26 @@ _LEAVING_SECONDS = 1.0
 _LOOK_SECONDS, _MOST_LOOKS = 0.1, 600
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    """Serves until a signal; returns the exit status. `started` is the command's start (perf_counter)."""
-    if server_config.models_dir is None:
-        return _run(Engine(engine_config), server_config, started)
-    try:
-        model = single_setup(engine_config, server_config, EMBEDDED_MODEL)
-    except ValueError as error:
-        log.error("%s", error)
-        return 1
-    return serve_several([model], engine_config, server_config, started)
-
-
-def serve_several(
-    models: Sequence[ModelSetup], options: EngineConfig, server_config: ServerConfig, started: float
+def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    started: float,
+    models: Sequence[ModelSetup] | None = None,
 ) -> int:
-    """The same for several models. `options` are those of models that are loaded later."""
+    """Serves one model, or several `models`, until a signal; returns the exit status. `engine_config` holds
+    for models that are loaded later. `started` is the command's start (perf_counter)."""
     try:
-        loadable = Loadable(models, server_config.models_dir, options)
-    except SetupError as error:
-        log.error("%s", error)
-        return 1
-    engines = Engines(
-        {setup.name: setup.engine for setup in models}, weights={setup.name: setup.weight for setup in models}
-    )
-    several = SeveralModels(engines, models, loadable, server_config.grace_seconds)
-    return _run(several, server_config, started)
-
-
-def _run(engine: Serving, server_config: ServerConfig, started: float) -> int:
-    try:
+        if models is None and server_config.models_dir is not None:
+            models = [single_setup(engine_config, server_config, EMBEDDED_MODEL)]
+        engine: Serving
+        if models is None:
+            engine = Engine(engine_config)
+        else:
+            loadable = Loadable(models, server_config.models_dir, engine_config)
+            engine = SeveralModels(models, loadable, server_config.grace_seconds)
         # At once: also an event loop needs some.
         max_connections(server_config.max_connections, raise_descriptor_limit())
-    except SetupError as error:
+    except (SetupError, ValueError) as error:
         log.error("%s", error)
         return 1
     take_short_slices()

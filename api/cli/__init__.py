@@ -18,8 +18,7 @@ import click
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.help import Command, Commands
-from maxsimd.api.model_setup import ModelsArgument, ModelSetup, check_together, several_models
-from maxsimd.api.model_setup import shown as several_shown
+from maxsimd.api.model_setup import ModelsArgument, ModelSetup, check_together, several_models, shown
 from maxsimd.api.options import (
     SERVED,
     GroupedOption,
@@ -30,7 +29,6 @@ from maxsimd.api.options import (
     keys_of_environment,
     models_in_file,
     options_from,
-    shown,
 )
 from maxsimd.api.process import (
     exiting_on_signals,
@@ -157,43 +155,32 @@ def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
     if print_config:
         for hint in hints:
             click.echo(hint, err=True)
-        text = (
-            shown(engine_config, server_config) if several is None else several_shown(several, server_config)
-        )
-        click.echo(text, nl=False)
+        click.echo(shown(engine_config if several is None else several, server_config), nl=False)
         return
     from maxsimd.api.logs import set_up_logging
 
     set_up_logging(server_config.log_level, server_config.log_format)
     show_stacks_on_sigusr1()
-    for hint in hints:
-        logging.getLogger("maxsimd.serve").warning("%s", hint)
-    with exiting_on_signals():
-        if several is not None:
-            _say_loading([setup.engine for setup in several], may_be_missing=True)
-            from maxsimd.api.serve import serve_several
-
-            sys.exit(serve_several(several, engine_config, server_config, _STARTED))
-        _say_loading([engine_config])
-        if server_config.is_fleet:
-            from maxsimd.api.fleet.supervisor import supervise as run
-        else:
-            from maxsimd.api.serve import serve as run
-        sys.exit(run(engine_config, server_config, _STARTED))
-
-
-def _say_loading(configs: Sequence[EngineConfig], may_be_missing: bool = False) -> None:
-    """Logs which models are loaded, before the imports that take seconds. Ends the process where a model's
-    folder is missing, unless it `may_be_missing` because others can serve."""
     log = logging.getLogger("maxsimd.serve")
-    for config in configs:
-        try:
-            if not may_be_missing:
-                refuse_missing_folder(config.model)
-        except ModelLoadError as error:
-            log.error("%s", error)
-            sys.exit(1)
-        log.info("Loading %s ...", shown_name(config.model))
+    for hint in hints:
+        log.warning("%s", hint)
+    with exiting_on_signals():
+        # Before the imports that take seconds.
+        for config in [engine_config] if several is None else [setup.engine for setup in several]:
+            try:
+                if several is None:  # others can serve without one of several
+                    refuse_missing_folder(config.model)
+            except ModelLoadError as error:
+                log.error("%s", error)
+                sys.exit(1)
+            log.info("Loading %s ...", shown_name(config.model))
+        if server_config.is_fleet:
+            from maxsimd.api.fleet.supervisor import supervise
+
+            sys.exit(supervise(engine_config, server_config, _STARTED))
+        from maxsimd.api.serve import serve as run
+
+        sys.exit(run(engine_config, server_config, _STARTED, several))
 
 
 def _ignore_service_links() -> None:

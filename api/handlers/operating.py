@@ -249,7 +249,7 @@ async def load(state: ServerState, body: Body, tenant: str) -> Answer:
         raise ApiError(404, message, "name")
     state.check_ready()
     try:
-        await models.load(name)
+        await models.add(name)
     except Exception as error:
         reason = in_flags(str(error)) or type(error).__name__
         raise ApiError(422, f"the model {quoted(name)} cannot be loaded: {reason}", "name") from error
@@ -263,7 +263,7 @@ async def drop(state: ServerState, body: Body, tenant: str) -> Answer:
         raise no_such_model(name, models.served_names)
     state.check_ready()
     try:
-        await models.drop(name)
+        await models.remove(name)
     except LastModelError:
         message = "this is the last model that is served; load another first, or stop the server"
         raise ApiError(409, message, "name") from None

@@ -682,7 +682,7 @@ async def _rerank_in_stages(
     with ExitStack() as reported, reading.with_request_field_names(queries="query", documents="documents"):
         for name in names:
             reported.enter_context(naming_lost_model(models, name))
-        result = await models.engines.rerank(
+        result = await models.rerank(
             *texts, plan, deadline=body.timeout, **{name: options[name] for name in _FOR_ALL_STAGES}
         )
     best = [one for one in result.results if one.score >= _least_score(body)][: body.top_n or None]

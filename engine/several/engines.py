@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self, Unpack
+from typing import Self, Unpack
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -66,14 +66,6 @@ class SharedEngine(Engine):
         return await launch(self.config, self.metrics, self._died, self._tenants, self._seat)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _State:
-    """The state of a model, in a word, and the engine of a model that is served. Each load has its own."""
-
-    text: str
-    engine: Engine | None = None
-
-
 # The states of models; a reason follows `FAILED`.
 LOADING, OK, FAILED, DROPPED = "loading", "ok", "failed: ", "dropped"
 
@@ -83,12 +75,32 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 30.0
 
 
-class _Dropping(NamedTuple):
-    """A model that is being dropped, with the engine that it had; `done` when it is gone."""
+@dataclass(slots=True, eq=False)
+class ModelLoad:
+    """One load of a model. Once loaded, it has an engine, and a `watch` that waits for the engine's death."""
 
     name: str
-    engine: Engine | None
-    done: asyncio.Future[None]
+    config: EngineConfig
+    weight: float
+    noted: str = LOADING
+    engine: SharedEngine | None = None
+    watch: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> str:
+        if self.noted == OK and self.engine is not None and self.engine.death is not None:
+            return FAILED + self.engine.death  # the watch is about to note that
+        return self.noted
+
+    @property
+    def served(self) -> SharedEngine | None:
+        """The engine, if it takes requests."""
+        return self.engine if self.state == OK else None
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether it has a part of the memory for caches, or will."""
+        return self.config.cache_mb is None and self.noted in (LOADING, OK)
 
 
 class Engines:
@@ -107,26 +119,25 @@ class Engines:
     ) -> None:
         """`weights` are the models' shares of the device beside each other, where not 1. Raises ValueError
         for one that means nothing, or is of no model here."""
-        self._configs = dict(configs)
-        self._weights = dict(weights or {})
-        for name, weight in self._weights.items():
+        weights = weights or {}
+        for name, weight in weights.items():
             check_weight(weight)
             if name not in configs:
                 raise ValueError(f"there is a weight for {name!r}, but no such model")
-        self._states = {name: _State(LOADING) for name in configs}
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._configured = {name: (config, weights.get(name, 1.0)) for name, config in configs.items()}
+        # The latest load of each.
+        self._models = {name: ModelLoad(name, *each) for name, each in self._configured.items()}
         self._devices = SharedDevices()
         # None while no model runs.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._one_load = asyncio.Lock()
         # Models that are being loaded, or wait for that.
         self._loading: set[str] = set()
-        # Models that are not gone yet, some more than once.
-        self._dropping: list[_Dropping] = []
+        # Models that are not gone yet, and what is done when they are.
+        self._dropping: dict[ModelLoad, asyncio.Future[None]] = {}
         self._num_stops = 0
         # The memory that one cache has by default, for all caches whose size is not configured.
         self._cache_bytes: int | None = None
-        self._sharers = {name for name, config in configs.items() if config.cache_mb is None}
         # The engines' metrics, with the label `model`.
         self.registry = CollectorRegistry()
         self.registry.register(MetricsByModel(self._registries))
@@ -151,15 +162,15 @@ class Engines:
         self._check_may_load()
         if self._loading:
             raise EngineRunningError("models are being loaded already; wait for that")
-        loadings = {name: _State(LOADING) for name in self._configs if self._states[name].engine is None}
-        self._states |= loadings
-        self._loading |= loadings.keys()
+        missing = [name for name in self._configured if self._models[name].served is None]
+        self._models |= {name: ModelLoad(name, *self._configured[name]) for name in missing}
+        self._loading |= {*missing}
         try:
-            for name, loading in loadings.items():
+            for model in [self._models[name] for name in missing]:
                 with suppress(Exception):  # its state says so
-                    await self._start(name, loading, self._configs[name], self._weights.get(name, 1.0))
+                    await self._start(model)
         finally:
-            self._loading -= loadings.keys()
+            self._loading -= {*missing}
 
     async def stop(self, grace: float | None = None) -> None:
         """Drops all models at once, each with `grace` seconds for the requests that it has (None: for as long
@@ -170,7 +181,7 @@ class Engines:
             for going in list(self._dropping):
                 if going.engine is not None:
                     await going.engine.stop(grace)
-            ends = [self._end(name, grace) for name in self._states]
+            ends = [self._end(model, grace) for model in self._models.values()]
             ended = await asyncio.gather(*ends, return_exceptions=True)
             await self._until_gone()
             async with self._one_load:  # what is being loaded goes before its device does
@@ -185,23 +196,23 @@ class Engines:
     @property
     def names(self) -> tuple[str, ...]:
         """The models that are loading, served or failed, in the order in which they came."""
-        return tuple(name for name, state in self._states.items() if state.text != DROPPED)
+        return tuple(name for name, model in self._models.items() if model.noted != DROPPED)
 
     def state(self, name: str) -> str:
         """ "loading", "ok", "failed: reason" or "dropped". Raises UnknownModelError."""
-        return self._state(name).text
+        return self._model(name).state
 
     def __getitem__(self, name: str) -> Engine:
         """The engine of a model. Raises UnknownModelError, ModelFailedError, ModelDroppedError, and
         EngineNotReadyError while it is loading."""
-        state = self._state(name)
-        if state.engine is not None:
-            return state.engine
-        if state.text == LOADING:
+        model = self._model(name)
+        if model.served is not None:
+            return model.served
+        if model.noted == LOADING:
             raise EngineNotReadyError(f"the model {name!r} is being loaded")
-        if state.text == DROPPED:
+        if model.noted == DROPPED:
             raise ModelDroppedError(f"the model {name!r} has been dropped")
-        raise ModelFailedError(f"the model {name!r} has {state.text}")
+        raise ModelFailedError(f"the model {name!r} has {model.state}")
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -219,16 +230,16 @@ class Engines:
         nothing."""
         check_weight(weight)
         self._check_may_load()
-        before = self._states.get(name)
-        if before is not None and before.engine is not None:
+        before = self._models.get(name)
+        if before is not None and before.served is not None:
             raise EngineRunningError(f"there is a model {name!r} already; drop it first")
-        if before is not None and before.text == LOADING:
+        if before is not None and before.noted == LOADING:
             raise EngineRunningError(f"the model {name!r} is being loaded already, or will be by start()")
-        self._states.pop(name, None)  # it comes last now
-        loading = self._states[name] = _State(LOADING)
+        self._models.pop(name, None)  # it comes last now
+        model = self._models[name] = ModelLoad(name, config, weight)
         self._loading.add(name)
         try:
-            await self._start(name, loading, config, weight)
+            await self._start(model)
         finally:
             self._loading.discard(name)
 
@@ -237,9 +248,10 @@ class Engines:
         memory. Who still waits then gets EngineDeadError. One that is being dropped already is waited for.
         Raises UnknownModelError, and EngineRunningError while it is loaded."""
         self._check_loop()
-        if self._state(name).text == LOADING:
+        model = self._model(name)
+        if model.noted == LOADING:
             raise EngineRunningError(f"the model {name!r} is being loaded; drop it when it is")
-        await self._end(name, grace)
+        await self._end(model, grace)
         await self._until_gone(name)
 
     async def rerank(
@@ -255,14 +267,11 @@ class Engines:
         of the last stage, and only there `use_activation` and `normalize` apply."""
         return await run_cascade(self.__getitem__, query, documents, stages, deadline, options)
 
-    def _state(self, name: str) -> _State:
-        state = self._states.get(name)
-        if state is None:
+    def _model(self, name: str) -> ModelLoad:
+        if name not in self._models:
             served = ", ".join(self.names) or "none"
             raise UnknownModelError(f"there is no model {name!r}; there are: {served}", "model")
-        if state.engine is not None and state.engine.death is not None:  # its watch is about to note that
-            return _State(FAILED + state.engine.death)
-        return state
+        return self._models[name]
 
     def _check_loop(self) -> None:
         if self._loop not in (None, asyncio.get_running_loop()):
@@ -277,101 +286,94 @@ class Engines:
         if self._num_stops:
             raise EngineRunningError("the models are being stopped; wait for that")
 
-    async def _start(self, name: str, loading: _State, config: EngineConfig, weight: float) -> None:
+    async def _start(self, model: ModelLoad) -> None:
         """Loads one model and starts its engine, while no other loads. Raises ModelDroppedError where the
-        model, whose state is `loading`, is dropped meanwhile."""
+        model is dropped meanwhile."""
         async with self._one_load:
-            if self._states[name] is not loading:
-                raise _dropped_while_loading(name)
-            own = config
-            if config.cache_mb is None:
-                self._sharers.add(name)
-                own = replace(config, cache_mb=self._cache_part())
-            engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
-            log.info("the model %s is being loaded", name)
-            try:
-                await engine.start()
-            except BaseException as error:
-                if self._states[name] is loading:
-                    self._fail(name, _reason(error))
-                raise
-            if self._states[name] is not loading:
+            config = model.config
+            if model.noted == LOADING:
+                if config.cache_mb is None:
+                    config = replace(config, cache_mb=self._cache_part())
+                engine = SharedEngine(config, lambda: self._devices.seat(config, model.weight))
+                log.info("the model %s is being loaded", model.name)
+                try:
+                    await engine.start()
+                    await self._prepare(model.name, engine)
+                except BaseException as error:
+                    await engine.stop(grace=0)
+                    if model.noted == LOADING:
+                        self._fail(model, _reason(error))
+                    raise
+                if model.noted == LOADING:
+                    model.noted, model.engine = OK, engine
+                    self._divide_caches()
+                    model.watch = asyncio.create_task(self._watch(model, engine), name="maxsimd-watch-model")
+                    return
                 await engine.stop(grace=0)
-                raise _dropped_while_loading(name)
-            self._states[name] = _State(OK, engine)
-            self._divide_caches()
-            self._watches[name] = asyncio.create_task(self._watch(name, engine), name="maxsimd-watch-model")
+            raise ModelDroppedError(f"the model {model.name!r} was dropped while it was being loaded")
 
-    def _fail(self, name: str, reason: str) -> None:
-        self._states[name] = _State(FAILED + reason)
-        self._leave_budget(name)
+    async def _prepare(self, name: str, engine: Engine) -> None:
+        """Prepares an engine that has started, before its model is served."""
 
-    async def _watch(self, name: str, engine: Engine) -> None:
+    def _fail(self, model: ModelLoad, reason: str) -> None:
+        log.error("the model %s is not served: %s", model.name, reason)
+        model.noted = FAILED + reason
+        self._divide_caches()
+
+    async def _watch(self, model: ModelLoad, engine: Engine) -> None:
         """Once an engine has died, frees what it has left."""
         await engine.until_dead()
         assert engine.death is not None
-        self._fail(name, engine.death)
+        self._fail(model, engine.death)
         await engine.stop(grace=0)
         await asyncio.to_thread(free_memory)
 
-    async def _end(self, name: str, grace: float | None) -> None:
+    async def _end(self, model: ModelLoad, grace: float | None) -> None:
         """Frees a model that is not dropped yet, at once where this is cancelled."""
-        before = self._states[name]
-        if before.text == DROPPED:
+        before, model.noted = model.noted, DROPPED
+        if before == DROPPED:
             return
-        self._states[name] = _State(DROPPED)
-        self._leave_budget(name)
-        watch = self._watches.pop(name, None)
-        going = _Dropping(name, before.engine, asyncio.get_running_loop().create_future())
-        self._dropping.append(going)
+        self._divide_caches()
+        gone = self._dropping[model] = asyncio.get_running_loop().create_future()
         try:
-            if before.engine is not None:
-                if watch is not None:
-                    watch.cancel()
-                await before.engine.stop(grace)
+            if before == OK and model.engine is not None and model.watch is not None:
+                model.watch.cancel()
+                await model.engine.stop(grace)
                 await asyncio.to_thread(free_memory)
-            elif watch is not None:  # it is freeing what one that has died has left
-                await asyncio.wait({watch})
+            elif model.watch is not None:  # it is freeing what one that has died has left
+                await asyncio.wait({model.watch})
         finally:
-            self._dropping.remove(going)
-            going.done.set_result(None)
+            del self._dropping[model]
+            gone.set_result(None)
 
     async def _until_gone(self, name: str | None = None) -> None:
         """Waits for those that others drop: of this name, or all."""
-        going = {each.done for each in self._dropping if name in (None, each.name)}
+        going = {gone for model, gone in self._dropping.items() if name in (None, model.name)}
         if going:
             await asyncio.wait(going)
 
-    def _leave_budget(self, name: str) -> None:
-        """Gives a model's part of the memory for caches to the others."""
-        self._sharers.discard(name)
-        self._divide_caches()
-
     def _divide_caches(self) -> None:
-        for name, state in self._states.items():
-            cache = None if state.engine is None else state.engine.metrics.cache
-            if name in self._sharers and cache is not None:
+        for model in self._models.values():
+            cache = None if model.served is None else model.served.metrics.cache
+            if model.shares_caches and cache is not None:
                 cache.resize(self._cache_part() * MIB)
 
     def _cache_part(self) -> int:
         """MiB of one sharer, at least 1: 0 would be no cache."""
         if self._cache_bytes is None:
             self._cache_bytes = memory_limit(EngineConfig())
-        return max(1, self._cache_bytes // max(1, len(self._sharers)) // MIB)
+        num_sharers = sum(model.shares_caches for model in self._models.values())
+        return max(1, self._cache_bytes // max(1, num_sharers) // MIB)
 
     def _registries(self) -> dict[str, CollectorRegistry]:
         return {
-            name: state.engine.metrics.registry
-            for name, state in list(self._states.items())
-            if state.engine is not None
+            name: model.served.metrics.registry
+            for name, model in list(self._models.items())
+            if model.served is not None
         }
 
 
 complete_docstring(Engines.rerank, more=CascadeOptions.__annotations__)
-
-
-def _dropped_while_loading(name: str) -> ModelDroppedError:
-    return ModelDroppedError(f"the model {name!r} was dropped while it was being loaded")
 
 
 def _reason(error: BaseException) -> str:

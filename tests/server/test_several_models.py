@@ -81,4 +81,4 @@ def test_without_any_model_left_the_server_ends_with_status_1(several: Server) -
     for name in ("embed", "rerank"):
         assert _ask(several, name, query="lose").status_code == 503
     assert several.process.wait(60) == 1
-    assert "no model is left" in several.log or "is not served any more" in several.log
+    assert "no model is left" in several.log or "rerank is not served: " in several.log

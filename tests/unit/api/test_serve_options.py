@@ -39,7 +39,7 @@ def measure() -> None:
 def served(monkeypatch: pytest.MonkeyPatch) -> Captured:
     captured: Captured = []
 
-    def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
+    def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float, *_: Any) -> int:
         captured.append((engine_config, server_config, started))
         return 7
 

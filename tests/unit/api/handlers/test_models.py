@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client import CollectorRegistry
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
@@ -19,7 +20,8 @@ from maxsimd.api.handlers.tei import wanted_by_fields
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.state import ServerState
-from maxsimd.engine import EngineConfig, EngineNotReadyError, Engines
+from maxsimd.engine import EngineConfig, EngineNotReadyError
+from maxsimd.engine.several import engines
 from tests.unit.calling_handlers import GOOD, Caller, error_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1}
@@ -50,8 +52,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _models(setups: dict[str, EngineConfig], folder: str | None = None) -> SeveralModels:
     configured = [ModelSetup(name=name, engine=engine) for name, engine in setups.items()]
-    loadable = Loadable(configured, folder, EngineConfig(**OPTIONS))
-    return SeveralModels(Engines(setups), configured, loadable, grace=0.2)
+    return SeveralModels(configured, Loadable(configured, folder, EngineConfig(**OPTIONS)), grace=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +75,12 @@ async def asking(reranker: EngineConfig, keys: Path) -> AsyncIterator[Asking]:
         await models.stop(0)
 
 
-class LoadingEngines:
-    """One model, which is loaded once it may be."""
+class LoadingEngine:
+    """It has started once it may."""
 
     def __init__(self) -> None:
         self.has_begun, self.may_load, self.num_cleared = asyncio.Event(), asyncio.Event(), 0
+        self.metrics = SimpleNamespace(cache=None, registry=CollectorRegistry())
         self.facts = SimpleNamespace(how_it_runs="")
         self.death = None
         self.while_it_clears: Callable[[], None] = lambda: None
@@ -86,15 +88,6 @@ class LoadingEngines:
     async def start(self) -> None:
         self.has_begun.set()
         await self.may_load.wait()
-
-    async def load(self, *_: Any) -> None:
-        await self.start()
-
-    def state(self, name: str) -> str:
-        return "ok"
-
-    def __getitem__(self, name: str) -> Any:
-        return self
 
     def set_tenants(self, tenants: Any) -> None: ...
 
@@ -110,25 +103,28 @@ class LoadingEngines:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(is_first: bool) -> None:
+async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = ModelSetup(name="a", engine=EngineConfig())
-    engines: Any = LoadingEngines()
-    models = SeveralModels(engines, [setup], Loadable([setup], None, EngineConfig()), grace=0)
-    loading = asyncio.create_task(models.start() if is_first else models.load("a"))
-    await engines.has_begun.wait()
+    engine: Any = LoadingEngine()
+    monkeypatch.setattr(engines, "SharedEngine", lambda *_: engine)
+    models = SeveralModels([setup] * is_first, Loadable([setup], None, EngineConfig()), grace=0)
+    loading = asyncio.create_task(models.start() if is_first else models.add("a"))
+    await engine.has_begun.wait()
     await models.clear_cache()
-    engines.may_load.set()
+    engine.may_load.set()
     await loading
-    assert (engines.num_cleared, models.engine("a")) == (1, engines)
+    assert (engine.num_cleared, models.engine("a")) == (1, engine)
 
     def drop() -> None:
-        models._served.pop("b", None)
+        models._setups.pop("b", None)
         raise EngineNotReadyError("it is dropped")
 
-    engines.while_it_clears = drop
-    models._setups["b"], models._served["b"] = models._setups["a"], models._served["a"]
+    engine.while_it_clears = drop
+    models._setups["b"], models._models["b"] = models._setups["a"], models._models["a"]
     await models.clear_cache()
-    assert engines.num_cleared == 3
+    assert engine.num_cleared == 3
     await models.stop()
 
 
