@@ -1,7 +1,7 @@
 """The parts of a request from sending to answer: a state machine without clock, network or engine.
 
-Whoever sends the parts says what became of each, and is told what to send next. A part may be done twice, but
-is never lost: the answer to an attempt that was given up does not count.
+The sender reports the outcome of each part, and learns which to send next. A part may be done twice, but is
+never lost: the answer to an abandoned attempt does not count.
 """
 
 from collections.abc import Sequence
