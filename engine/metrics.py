@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,72 +29,61 @@ class EngineMetrics(Collector):
         # The cache whose counts are reported.
         self.cache: EmbeddingCache | ScoreCache | None = None
         self.registry.register(self)
-        self.queue_tokens = self._gauge("maxsimd_queue_tokens", "Tokens that wait for a step")
-        self.queue_sequences = self._gauge("maxsimd_queue_sequences", "Sequences that wait for a step")
-        self.tokens = self._counter("maxsimd_tokens", "Tokens run through the model")
-        self.step_tokens = self._histogram("maxsimd_step_tokens", "Tokens in a step", _TOKENS)
-        self.step_sequences = self._histogram("maxsimd_step_sequences", "Sequences in a step", _SEQUENCES)
-        self.step_seconds = self._seconds(
-            "maxsimd_step_seconds", "Seconds from the start of a step to its results"
-        )
-        self.device_seconds = self._counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        seconds = partial(histogram, buckets=_SECONDS)
+        self.queue_tokens = gauge("maxsimd_queue_tokens", "Tokens that wait for a step")
+        self.queue_sequences = gauge("maxsimd_queue_sequences", "Sequences that wait for a step")
+        self.tokens = counter("maxsimd_tokens", "Tokens run through the model")
+        self.step_tokens = histogram("maxsimd_step_tokens", "Tokens in a step", buckets=_TOKENS)
+        self.step_sequences = histogram("maxsimd_step_sequences", "Sequences in a step", buckets=_SEQUENCES)
+        self.step_seconds = seconds("maxsimd_step_seconds", "Seconds from the start of a step to its results")
+        self.device_seconds = counter(
             "maxsimd_device_seconds", "Seconds on a device that several models share; without others 0"
         )
-        self.preprocess_seconds = self._seconds(
+        self.preprocess_seconds = seconds(
             "maxsimd_preprocess_seconds", "Seconds that tokenising and preparing a request took"
         )
-        self._request_seconds = self._seconds(
+        self._request_seconds = seconds(
             "maxsimd_request_seconds",
             "Seconds of a request in the engine: until it was prepared and until its first step (queue), in "
             "tokenizing and preparing it (tokenise), in steps (model), of these in scoring (score), and in "
             "all (total)",
-            "part",
+            ("part",),
         )
         self._seconds_of = {part: self._request_seconds.labels(part) for part in _PARTS}
-        self.waiting_requests = self._gauge(
+        self.waiting_requests = gauge(
             "maxsimd_waiting_requests", "Requests that wait for room in the queue, before they are prepared"
         )
-        self.preparing_requests = self._gauge("maxsimd_preparing_requests", "Requests being prepared")
-        self.preparing_tokens = self._gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
-        self.wait_seconds = self._gauge(
+        self.preparing_requests = gauge("maxsimd_preparing_requests", "Requests being prepared")
+        self.preparing_tokens = gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
+        self.wait_seconds = gauge(
             "maxsimd_wait_seconds", "Estimated seconds that a request of one step would wait"
         )
-        self.refused = self._counter(
+        self.refused = counter(
             "maxsimd_refused_requests",
             "Requests refused because of what waits (queue, wait, timeout), of their tenant's rate (rate) "
             "or of their own size (size)",
-            "reason",
+            ("reason",),
         )
-        self.request_documents = self._histogram(
-            "maxsimd_request_documents", "Documents or texts in a request", _DOCUMENTS
+        self.request_documents = histogram(
+            "maxsimd_request_documents", "Documents or texts in a request", buckets=_DOCUMENTS
         )
-        self.truncated = self._counter(
+        self.truncated = counter(
             "maxsimd_truncated_inputs", "Inputs that were too long for the model and were truncated"
         )
-        self.cancelled = self._counter(
+        self.cancelled = counter(
             "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time"
         )
 
         self.tenants = TenantMetrics(self.registry)
-        self.restarts = self._counter("maxsimd_engine_restarts", "Starts of the engine after it had died")
+        self.restarts = counter("maxsimd_engine_restarts", "Starts of the engine after it had died")
 
     def note_request(self, timings: Timings, total: float) -> None:
         """Counts the seconds of a finished request by part."""
         seconds = (timings.queue, timings.tokenise, timings.model, timings.score, total)
         for part, spent in zip(_PARTS, seconds, strict=True):
             self._seconds_of[part].observe(spent)
-
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, labels, registry=self.registry)
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, help, labels, buckets=buckets, registry=self.registry)
-
-    def _seconds(self, name: str, help: str, *labels: str) -> Histogram:
-        return self._histogram(name, help, _SECONDS, *labels)
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(name, help, registry=self.registry)
 
     def collect(self) -> Iterable[Metric]:
         """The cache's counts, read with the metrics."""
