@@ -330,6 +330,10 @@ class ServerState:
         await asyncio.gather(self.metrics.watch_lag(), self.keys.watch())
 
     @property
+    def tenant(self) -> str:
+        return self._notes.tenant
+
+    @property
     def model_name(self) -> str:
         return self.model_names[0]
 

@@ -68,6 +68,8 @@ RankFields = Annotated[
 Truncate = Annotated[
     bool | None, about("Truncate long texts; false refuses them. Default: as the server is set.", True)
 ]
+VoyageTruncation = Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)]
+Dimensions = Annotated[Positive | None, about("Length of the vectors. Default: the model's.", 128)]
 TruncationDirection = Annotated[
     Direction | None, about("Side that loses tokens. Default: as the tokenizer is set.", "right")
 ]

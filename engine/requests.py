@@ -107,6 +107,10 @@ class Timings:
     model: float = 0.0
     score: float = 0.0
 
+    @property
+    def whole(self) -> float:
+        return self.queue + self.tokenise + self.model
+
 
 @dataclass(frozen=True, slots=True)
 class Values:

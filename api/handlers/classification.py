@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api import reading, wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.embeddings import check_labels, encode_entries
-from maxsimd.api.handlers.route import Form, Group, Shown, TeiHeaders, answer_of, post_texts
+from maxsimd.api.answer import Answer, new_id, now, usage_of
+from maxsimd.api.handlers.embeddings import check_labels, encode_entries, read_inputs
+from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, post, tei_headers
 from maxsimd.api.models import Wanted
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import about
@@ -92,7 +92,7 @@ class LabelsResponse(wire.Warned):
     object: Annotated[Literal["classify"], about("Always `classify`.", "classify")] = "classify"
 
 
-async def classify(state: ServerState, body: ClassifyRequest, inputs: reading.Inputs, tenant: str) -> Answer:
+async def classify(state: ServerState, body: ClassifyRequest, inputs: reading.Inputs) -> Answer:
     """vLLM's shape, or Infinity's if `raw_scores` is there."""
     reading.check_token_ids(inputs, state.config.accept_token_ids)
     check_labels(state, len(inputs))
@@ -102,7 +102,7 @@ async def classify(state: ServerState, body: ClassifyRequest, inputs: reading.In
         truncation=reading.truncation_of(body, state.config.long_documents),
         use_activation=body.use_activation is not False and not body.raw_scores,
         priority=body.priority or 0,
-        tenant=tenant,
+        tenant=state.tenant,
         timeout=body.timeout,
     )
 
@@ -120,12 +120,12 @@ async def classify(state: ServerState, body: ClassifyRequest, inputs: reading.In
     return await answer_of(state, body, result, build, result.scores.size)
 
 
-async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPairs, tenant: str) -> Answer:
+async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPairs) -> Answer:
     """text-embeddings-inference's shape: texts or pairs in, labels with scores out, best first."""
     texts, text_pairs, is_batch = sequences
     parameters = body.parameters or PredictParameters()
     apply = parameters.function_to_apply
-    headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
+    headers = tei_headers(state, [*texts, *(text_pairs or ())])
     check_labels(state, len(texts))
     with reading.with_request_field_names(input="inputs", queries="inputs", documents="inputs"):
         result = await state.engine.classify(
@@ -135,15 +135,15 @@ async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPa
                 body.truncate, body.truncation_direction, state.config.long_documents
             ),
             use_activation=not body.raw_scores and apply is None,
-            tenant=tenant,
+            tenant=state.tenant,
         )
 
-    def build() -> Any:
+    def build(warnings: wire.Warnings) -> Any:
         rows = _scores_of_logits(result.scores, apply)
         answers = [encode_entries(_ranked(result.labels, row.tolist())[: parameters.top_k]) for row in rows]
         return answers if is_batch or body.parameters is not None else answers[0]
 
-    return headers.added_to(await wire_answer(build, result.scores.size), result)
+    return await answer_of(state, body, result, build, result.scores.size, tei=headers)
 
 
 def _scores_of_logits(rows: NDArray[np.floating[Any]], function: str | None) -> NDArray[np.floating[Any]]:
@@ -161,8 +161,9 @@ def _ranked(labels: tuple[str, ...], row: list[float]) -> list[LabelScore]:
     return [LabelScore(row[i], labels[i]) for i in order]
 
 
-def as_sequences(value: Any, most: int) -> TextsOrPairs:
+def read_sequences(request: PredictRequest, most: int) -> TextsOrPairs:
     """Reads text-embeddings-inference's `inputs`."""
+    value = request.inputs
     reading.check_count(value, "inputs", most)
     one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     given = [value] if one else value
@@ -185,24 +186,22 @@ def _num_texts(sequence: Any) -> int:
     return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
 
 
-CLASSIFY = Form(ClassifyRequest, lambda request, most: reading.as_inputs(request.input, most), classify)
-PREDICT = Form(PredictRequest, lambda request, most: as_sequences(request.inputs, most), predict)
+CLASSIFY = Form(ClassifyRequest, read_inputs, classify, Wanted.CLASSES)
+PREDICT = Form(PredictRequest, read_sequences, predict, Wanted.CLASSES)
 # The answers to many texts, and to one.
 PREDICTIONS = (list[list[LabelScore]], list[LabelScore])
 
 ROUTES = (
-    *post_texts(
+    *post(
         ("/classify",),
         CLASSIFY,
-        Wanted.CLASSES,
         Shown(Group.CLASSIFY, "Classify texts", {"input": ["I liked it.", "It was dull."]}),
         ClassifyResponse,
         LabelsResponse,
     ),
-    *post_texts(
+    *post(
         ("/predict",),
         PREDICT,
-        Wanted.CLASSES,
         Shown(Group.TEI, "Classify texts or pairs of texts", {"inputs": "I liked it."}),
         *PREDICTIONS,
     ),

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import Form, Group, Shown, post_texts
+from maxsimd.api.handlers.route import Fields, Form, Group, Shown, field_of, post
 from maxsimd.api.models import Wanted
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import about
@@ -125,9 +125,7 @@ class EmbeddingsRequest(wire.Common, kw_only=True):
     input_type: wire.InputType = None
     task: Annotated[wire.Name | None, about("Jina's name of `input_type`.", "retrieval.passage")] = None
     prompt_name: wire.PromptName = None
-    truncation: Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)] = (
-        None
-    )
+    truncation: wire.VoyageTruncation = None
     modality: Annotated[
         wire.Name | None,
         about("Infinity's: `input` has `text` or `image`. Default: text.", "text"),
@@ -306,11 +304,15 @@ class Chat(NamedTuple):
     messages: list[dict[str, str]]
 
 
+def read_inputs(request: Any, most: int, name: str = "input") -> reading.Inputs:
+    return reading.as_inputs(getattr(request, name), most, name)
+
+
 def read_inputs_or_chat(request: EmbeddingsRequest, most: int) -> reading.Inputs | Chat:
     """Reads texts and pictures, or at most so many messages. A message with a picture is a document."""
     if request.messages is None:
         if request.modality in (None, "text"):
-            return reading.as_inputs(request.input, most)
+            return read_inputs(request, most)
         if request.modality == "image":
             return reading.pictures_of(request.input, most, "input")
         raise InvalidRequestError(
@@ -396,18 +398,14 @@ async def _vectors(
     state: ServerState,
     body: EmbeddingsRequest,
     inputs: reading.Inputs | Chat,
-    tenant: str,
 ) -> Answer:
     """Answers in the numbers and the format that the request wants. JSON is a `response` with an `item` for
     each text. Without a `task` it is the request's, or the model's main one."""
     if task is None:
         task = body.task or state.engine.facts.score_task
     types = body.embedding_type if isinstance(body.embedding_type, list) else [body.embedding_type]
-    numbers, as_base64, model = (
-        _number_format_of(body),
-        "base64" in (body.encoding_format, *types),
-        state.model_name,
-    )
+    numbers, model = _number_format_of(body), state.model_name
+    as_base64 = "base64" in (body.encoding_format, *types)
     if isinstance(inputs, Chat):
         inputs = await _read_chat(state, body, inputs)
     else:
@@ -418,7 +416,7 @@ async def _vectors(
     unread = [reading.UnreadField(name, None) for name in of_vectors if getattr(body, name)]
     state = state.warning_about(unread, f"task {task}")
     facts = state.engine.facts
-    result = await _run(state, body, inputs, tenant, task)
+    result = await _run(state, body, inputs, task)
     given = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     size = sum(each.size for each in given)
     warnings = reading.warnings_of(result.truncated, state.field_warnings, body)
@@ -457,14 +455,12 @@ async def _vectors(
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-async def _run(
-    state: ServerState, body: EmbeddingsRequest, inputs: reading.Inputs, tenant: str, task: str
-) -> _Result:
+async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inputs, task: str) -> _Result:
     engine = state.engine
     options: dict[str, Any] = {
         "truncation": reading.truncation_of(body, state.config.long_documents),
         "priority": body.priority or 0,
-        "tenant": tenant,
+        "tenant": state.tenant,
         "timeout": body.timeout,
     }
     use_activation = body.use_activation if isinstance(body, PoolingRequest) else None
@@ -486,11 +482,7 @@ async def _run(
     input_type = input_type_of(body.input_type)
     if body.input_type is None and not isinstance(body, PoolingRequest):
         input_type = input_type_of(body.task, "task")
-    options |= {
-        "input_type": input_type,
-        "prompt_name": body.prompt_name,
-        "dimensions": dimensions,
-    }
+    options |= {"input_type": input_type, "prompt_name": body.prompt_name, "dimensions": dimensions}
     if task == "embed":
         return await engine.embed(inputs, **options, **_one_vector_options(state, body, len(inputs)))
     most = most_vectors(state, dimensions)
@@ -537,7 +529,7 @@ def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | Non
 def check_labels(state: ServerState, num_texts: int) -> None:
     """Refuses more texts than there is room for all labels of."""
     num_labels = len(state.engine.facts.labels)
-    most = (state.config.max_bodies_mb << 20) // (_BYTES_A_LABEL * max(1, num_labels))
+    most = state.bodies.most // (_BYTES_A_LABEL * max(1, num_labels))
     if num_texts > most:
         raise RequestTooLargeError(
             f"{num_texts} texts would have {num_labels} labels each, and there is room for {most} such "
@@ -547,7 +539,7 @@ def check_labels(state: ServerState, num_texts: int) -> None:
 
 def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) -> None:
     """Refuses vectors that need more memory in an answer than all bodies may have."""
-    most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
+    most = state.bodies.most // (_BYTES_A_NUMBER * length)
     if num_vectors > most:
         raise RequestTooLargeError(
             f"{num_vectors} vectors of {length} numbers would be made, and there is room for {most}; send "
@@ -575,55 +567,57 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     dim = state.engine.facts.dims.get("token_embed")
     if dim is None or (dimensions is not None and not 1 <= dimensions <= dim):
         return None
-    return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or dim))
+    return state.bodies.most // (_BYTES_A_NUMBER * (dimensions or dim))
 
 
 _WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
 
 
-def wanted_pooling(state: ServerState, body: PoolingRequest) -> Wanted:
-    return wanted_by_task(body.task, body.encoding)
-
-
-def wanted_by_task(task: Any, encoding: Any) -> Wanted:
-    """By two fields of /pooling, whose values may be wrong. Encodings are made of token vectors."""
-    if encoding is not None:
+def _wanted_by_task(state: ServerState, body: EmbeddingsRequest | Fields) -> Wanted:
+    """By two fields, whose values may be wrong. Encodings are made of token vectors."""
+    if field_of(body, "encoding") is not None:
         return Wanted.TOKEN_VECTORS
-    return _WANTED_OF_TASK.get(task, Wanted.VECTORS) if isinstance(task, str) else Wanted.VECTORS
+    return _WANTED_OF_TASK.get(str(field_of(body, "task")), Wanted.VECTORS)
 
 
 _TEXTS = {"input": wire.DOCUMENTS}
 
 EMBED = Form(
-    EmbeddingsRequest, read_inputs_or_chat, partial(_vectors, "embed", Embedding, EmbeddingsResponse, "embd")
+    EmbeddingsRequest,
+    read_inputs_or_chat,
+    partial(_vectors, "embed", Embedding, EmbeddingsResponse, "embd"),
+    _wanted_by_task,
 )
-POOL = Form(PoolingRequest, read_inputs_or_chat, partial(_vectors, None, Pooling, PoolingResponse, "pooling"))
+POOL = Form(
+    PoolingRequest,
+    read_inputs_or_chat,
+    partial(_vectors, None, Pooling, PoolingResponse, "pooling"),
+    _wanted_by_task,
+)
 
 ROUTES = (
-    *post_texts(
+    *post(
         ("/v1/embeddings", "/embeddings"),
         EMBED,
-        lambda state, body: wanted_by_task(None, body.encoding),
         Shown(Group.EMBED, "Embed texts, one vector each", _TEXTS),
         EmbeddingsResponse,
         _SAFETENSORS,
     ),
-    *post_texts(
+    *post(
         ("/v1/multi-vector",),
         Form(
             EmbeddingsRequest,
             read_inputs_or_chat,
             partial(_vectors, "token_embed", MultiVector, MultiVectorResponse, "multi-vector"),
+            Wanted.TOKEN_VECTORS,
         ),
-        Wanted.TOKEN_VECTORS,
         Shown(Group.EMBED, "Embed texts, one vector per token", _TEXTS),
         MultiVectorResponse,
         _SAFETENSORS,
     ),
-    *post_texts(
+    *post(
         ("/pooling",),
         POOL,
-        wanted_pooling,
         Shown(Group.EMBED, "Embed or classify texts, by task", _TEXTS | {"task": "embed"}),
         PoolingResponse,
         _SAFETENSORS,

@@ -208,7 +208,7 @@ async def _answer(
         return preflight
     # Posts to the pages' paths need a key.
     is_open = route in OPEN_ROUTES or (route in PAGES and method in ("GET", "HEAD"))
-    notes.tenant = tenant = "" if is_open else _tenant_of(state, headers)
+    notes.tenant = "" if is_open else _tenant_of(state, headers)
     works = _works_at(state, route)
     if not works or (route in _AROUND_NAME and not name):
         raise ApiError(404, "there is no such route; GET /docs has those there are")
@@ -220,7 +220,7 @@ async def _answer(
     refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
     if refused is not None:
         raise refused
-    answer = await works[method](state.for_request(notes, name), body, tenant)
+    answer = await works[method](state.for_request(notes, name), body)
     answer = answer.readable_with(headers.get("accept-encoding", ""))
     if answer.lines is not None:
         await sender.send(answer)

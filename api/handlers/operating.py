@@ -3,6 +3,7 @@ models."""
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from maxsimd import __version__
 from maxsimd.api.answer import Answer, ApiError, json_page, no_such_model, now, quoted
 from maxsimd.api.handlers.bodies import LARGE_BODY, NAMES, Body, read_body, wrong_bodies_refused
 from maxsimd.api.handlers.rerank import ScoreScale
-from maxsimd.api.handlers.route import Group, Route, Shown, delete, get
+from maxsimd.api.handlers.route import Group, Route, Shown, get
 from maxsimd.api.models import LastModelError, SeveralModels
 from maxsimd.api.options import in_flags
 from maxsimd.api.reading import unread_fields
@@ -207,7 +208,7 @@ def _labels(model: ModelFacts) -> dict[str, Any]:
     return {"id2label": {str(i): name for i, name in names}, "label2id": {name: i for i, name in names}}
 
 
-async def clear_cache(state: ServerState) -> Answer:
+async def clear_cache(state: ServerState, body: Body) -> Answer:
     """Removes all embeddings and scores from the cache."""
     await state.engine.clear_cache()
     return Answer(204)
@@ -220,8 +221,7 @@ async def metrics(state: ServerState) -> Answer:
     return Answer(200, {"Content-Type": CONTENT_TYPE_LATEST}, page)
 
 
-def _shown(summary: str) -> Shown:
-    return Shown(Group.OPERATE, summary)
+_shown = partial(Shown, Group.OPERATE)
 
 
 ROUTES = (
@@ -234,11 +234,11 @@ ROUTES = (
     get("/models", models, Models, shown=_shown("List the models")),
     get(MODEL_PATH, show_model, ModelCard, shown=_shown("Describe a model")),
     get("/metrics", metrics, CONTENT_TYPE_LATEST.partition(";")[0], shown=_shown("Prometheus metrics")),
-    delete("/cache", clear_cache, shown=_shown("Empty the cache")),
+    Route("/cache", ("DELETE",), clear_cache, _shown("Empty the cache"), status=204),
 )
 
 
-async def load(state: ServerState, body: Body, tenant: str) -> Answer:
+async def load(state: ServerState, body: Body) -> Answer:
     """Returns when the model is served."""
     state, models, name = await _changing(state, body)
     if not models.may_load(name):
@@ -256,7 +256,7 @@ async def load(state: ServerState, body: Body, tenant: str) -> Answer:
     return json_page(model_card(state, name)).with_field_warnings(state.field_warnings)
 
 
-async def drop(state: ServerState, body: Body, tenant: str) -> Answer:
+async def drop(state: ServerState, body: Body) -> Answer:
     """Returns when the model is gone."""
     state, models, name = await _changing(state, body)
     if name not in models.names:

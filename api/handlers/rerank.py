@@ -7,9 +7,10 @@ several models rank in stages.
 """
 
 import math
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.route import Form, Group, Shown, TeiHeaders, answer_of, post_texts
+from maxsimd.api.handlers.route import Fields, Form, Group, Shown, answer_of, field_of, post, tei_headers
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.state import ServerState, naming_lost_model
 from maxsimd.api.wire import about
@@ -25,6 +26,7 @@ from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, Sc
 from maxsimd.engine import requests as engine_requests
 from maxsimd.engine.explanations import Explanation, Patch, TokenMatch, WindowScore
 from maxsimd.engine.requests import Item, ScoreOptions, Timings
+from maxsimd.engine.several.cascade import CascadeDocument
 from maxsimd.engine.workers import run_in_thread_if_large
 
 T = TypeVar("T")
@@ -104,9 +106,7 @@ class RerankRequest(wire.Scoring, kw_only=True):
     ] = None
     top_n: wire.TopN = None
     top_k: Annotated[wire.NotNegative | None, about("Voyage's name of `top_n`.", 3)] = None
-    truncation: Annotated[bool | None, about("Voyage's: truncate long texts; false refuses them.", True)] = (
-        None
-    )
+    truncation: wire.VoyageTruncation = None
     return_documents: ReturnDocuments = None
     return_text: Annotated[
         bool | None, about("text-embeddings-inference's `return_documents`. Default: false.", True)
@@ -304,35 +304,35 @@ class VoyageResponse(wire.Warned, kw_only=True):
 
 def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
     """The queries and documents of a score request, under whichever names they came."""
-    pair = request.pair
-    if pair is not None:
-        first, second = pair
-        queries, documents = getattr(request, first), getattr(request, second)
-        reading.check_count(documents, second, most)
-        reading.check_count(queries, first, most)
-        return reading.as_items(queries, first), reading.as_items(documents, second)
+    if request.pair is not None:
+        return read_pairs(request, most, *request.pair)
     for first, second in _PAIRS:
         if getattr(request, first) is not None:
             raise InvalidRequestError(f"{second} is missing", second)
     raise InvalidRequestError("queries and documents are missing", "queries")
 
 
+def read_pairs(request: Any, most: int, first: str = "queries", second: str = "documents") -> ToScore:
+    """The queries and documents in the fields of these names."""
+    queries, documents = getattr(request, first), getattr(request, second)
+    reading.check_count(documents, second, most)
+    reading.check_count(queries, first, most)
+    return reading.as_items(queries, first), reading.as_items(documents, second)
+
+
 def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
     """The query and the documents of a rerank request, `texts` before `documents`."""
-    if request.texts is not None:
-        return query_and_documents(request.query, [*request.texts], "texts", most)
-    if request.documents is None:
+    if request.texts is None and request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
-    return query_and_documents(request.query, request.documents, "documents", most, request.rank_fields)
+    return query_and_documents(request, most, "documents" if request.texts is None else "texts")
 
 
-def query_and_documents(
-    query: wire.Content, documents: wire.Contents, name: str, most: int, rank_fields: list[str] | None = None
-) -> ToRank:
-    """A query and its documents, which came in the field `name`."""
-    item = reading.as_item(query, "query", "query")
+def query_and_documents(request: Any, most: int, name: str = "documents") -> ToRank:
+    """The query and the documents in the field `name`."""
+    item, documents = reading.as_item(request.query, "query", "query"), getattr(request, name)
     reading.check_count(documents, name, most)
-    return item, reading.as_items(documents, name, reading.rank_places(rank_fields))
+    places = reading.rank_places(getattr(request, "rank_fields", None))
+    return item, reading.as_items(documents, name, places)
 
 
 def _wants_activation(request: wire.Scoring) -> bool:
@@ -358,7 +358,7 @@ def _instruction_of(request: wire.Scoring) -> str | None:
 
 
 def score_options(
-    state: ServerState, body: wire.Scoring, tenant: str, truncation: Truncation | None = None
+    state: ServerState, body: wire.Scoring, truncation: Truncation | None = None
 ) -> ScoreOptions:
     """The request's options for the engine. Without `truncation` the request says how it truncates."""
     return {
@@ -368,32 +368,12 @@ def score_options(
         "instruction": _instruction_of(body),
         "cache": body.cache or "use",
         "priority": body.priority or 0,
-        "tenant": tenant,
+        "tenant": state.tenant,
         "timeout": body.timeout,
         "on_timeout": body.on_timeout or "error",
         "on_error": body.on_error or "fail",
         "explain": body.explain or False,
     }
-
-
-async def run_rerank(
-    state: ServerState,
-    body: wire.Scoring,
-    texts: ToRank,
-    tenant: str,
-    *,
-    top_n: int | None,
-    documents: str = "documents",
-    truncation: Truncation | None = None,
-) -> RerankResult:
-    """Ranks with the request's options. `documents` is the field that they came in."""
-    with reading.with_request_field_names(queries="query", documents=documents):
-        return await state.engine.rerank(
-            *texts,
-            top_n=top_n,
-            score_threshold=body.score_threshold,
-            **score_options(state, body, tenant, truncation),
-        )
 
 
 def scale_of(state: ServerState, body: wire.Scoring) -> ScoreScale:
@@ -410,9 +390,9 @@ def with_scale(answer: Answer, scale: ScoreScale) -> Answer:
     return answer.with_headers(x_maxsimd_score_scale=f"{scale.transform}; bounds={bounds}")
 
 
-def characters_of(result: RerankResult) -> int:
+def _num_characters(ranking: Iterable[RankedDocument | CascadeDocument]) -> int:
     """The length of the ranked documents' texts."""
-    return sum([len(one.document) for one in result.results if isinstance(one.document, str)])
+    return sum([len(one.document) for one in ranking if isinstance(one.document, str)])
 
 
 def _num_lines(explanations: Iterable[Explanation | None]) -> int:
@@ -475,20 +455,20 @@ def _score_response(
 
 def _rerank_response(
     body: RerankRequest,
-    model: str,
     scale: ScoreScale,
-    result: RerankResult,
-    warnings: wire.Warnings,
     with_text: bool,
+    result: RerankResult,
+    *,
+    warnings: wire.Warnings,
+    **common: Any,
 ) -> RerankResponse:
     return RerankResponse(
-        new_id("rerank"),
-        model,
-        [ranked(document, with_text) for document in result.results],
-        usage_of(result.usage),
-        _cohere_meta(result.usage, warnings),
-        scale,
+        id=new_id("rerank"),
+        results=[ranked(document, with_text) for document in result.results],
+        meta=_cohere_meta(result.usage, warnings),
+        score_scale=scale,
         warnings=warnings,
+        **common,
         **_completeness(body, result),
     )
 
@@ -513,32 +493,30 @@ def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dic
     return reported
 
 
-async def score(state: ServerState, body: ScoreRequest, texts: ToScore, tenant: str) -> Answer:
-    model, scale = state.model_name, scale_of(state, body)
+async def score(state: ServerState, body: ScoreRequest, texts: ToScore) -> Answer:
+    scale = scale_of(state, body)
     queries, documents = body.field_names
     named = reading.with_request_field_names(queries=queries, documents=documents)
+    respond = partial(_score_response, body, state.model_name, scale)
     if body.stream:
         return await _streamed(
-            *(state, body, texts, tenant, named),
+            *(state, body, texts, named),
             lambda one: _scored(one.index, one.score, one.explanation),
-            lambda result, warnings: _score_response(body, model, scale, result, warnings),
+            respond,
         )
     with named:
-        result = await state.engine.score(*texts, **score_options(state, body, tenant))
+        result = await state.engine.score(*texts, **score_options(state, body))
     items = len(result.scores) + _num_lines(result.explanations.values())
-    answer = await answer_of(
-        state, body, result, lambda warnings: _score_response(body, model, scale, result, warnings), items
-    )
-    return with_scale(answer, scale)
+    return with_scale(await answer_of(state, body, result, partial(respond, result), items), scale)
 
 
-async def rerank(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+async def rerank(state: ServerState, body: RerankRequest, texts: ToRank) -> Answer:
     if body.cascade is not None:
-        return await _rerank_in_stages(state, body, body.cascade, texts, tenant)
+        return await _rerank_in_stages(state, body, body.cascade, texts)
     if body.texts is not None:
-        return await rerank_as_tei(state, body, texts, tenant)
+        return await rerank_as_tei(state, body, texts)
     if body.top_k is not None or body.truncation is not None:
-        return await _rerank_as_voyage(state, body, texts, tenant)
+        return await _rerank_as_voyage(state, body, texts)
     model, scale = state.model_name, scale_of(state, body)
     with_text = body.return_documents is not False
     if body.stream:
@@ -548,90 +526,91 @@ async def rerank(state: ServerState, body: RerankRequest, texts: ToRank, tenant:
                 result.scores, texts[1], body.top_n, body.score_threshold, by=result.ranking_scores
             )
             reranked = RerankResult(best, result.usage, result.truncated, result.unscored, result.errors)
-            return _rerank_response(body, model, scale, reranked, warnings, with_text=False)
+            common: dict[str, Any] = {"model": model, "usage": usage_of(result.usage)}
+            return _rerank_response(body, scale, False, reranked, warnings=warnings, **common)
 
         return await _streamed(
-            *(state, body, ([texts[0]], texts[1]), tenant),
+            *(state, body, ([texts[0]], texts[1])),
             reading.with_request_field_names(queries="query", documents="documents"),
             lambda one: ranked(one, with_text),
             last,
         )
-    result = await run_rerank(state, body, texts, tenant, top_n=body.top_n)
-    items = len(result.results) + len(result.unscored)
-    items += _num_lines(document.explanation for document in result.results)
-    answer = await answer_of(
-        state,
-        body,
-        result,
-        lambda warnings: _rerank_response(body, model, scale, result, warnings, with_text),
-        items,
-        characters_of(result) if with_text else 0,
+    build = partial(_rerank_response, body, scale, with_text)
+    return await rerank_in_shape(
+        state, body, texts, build, top_n=body.top_n, with_text=with_text, is_jina=True
     )
-    return with_scale(answer, scale)
 
 
-async def rerank_as_tei(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+async def rerank_as_tei(state: ServerState, body: RerankRequest, texts: ToRank) -> Answer:
     """text-embeddings-inference's shape: `texts` in, a bare list out."""
-    check_all_ranked(body)
-    truncation = reading.truncation_by_switch(
-        body.truncate, body.truncation_direction, state.config.long_documents, may_window=True
-    )
-    headers, scale = TeiHeaders(state, [texts[0], *texts[1]]), scale_of(state, body)
-    result = await run_rerank(
-        state, body, texts, tenant, top_n=body.top_n, documents="texts", truncation=truncation
-    )
     # The second as others call it.
     with_text = bool(body.return_documents if body.return_text is None else body.return_text)
-    answer = await wire_answer(
-        lambda: [TeiRanked(one.index, one.score, one.text if with_text else None) for one in result.results],
-        len(result.results),
-        characters_of(result) if with_text else 0,
+
+    def build(result: RerankResult, **common: Any) -> list[TeiRanked]:
+        return [TeiRanked(one.index, one.score, one.text if with_text else None) for one in result.results]
+
+    return await rerank_in_shape(
+        *(state, body, texts, build),
+        top_n=body.top_n,
+        with_text=with_text,
+        documents="texts",
+        truncation=reading.truncation_by_switch(
+            body.truncate, body.truncation_direction, state.config.long_documents, may_window=True
+        ),
+        tei=tei_headers(state, [texts[0], *texts[1]]),
     )
-    return with_scale(headers.added_to(answer, result), scale)
 
 
-async def _rerank_as_voyage(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+async def _rerank_as_voyage(state: ServerState, body: RerankRequest, texts: ToRank) -> Answer:
     """Voyage's shape: `data` in place of `results`, and documents as strings, only if they are asked for."""
     top_n, with_text = body.top_n if body.top_k is None else body.top_k, bool(body.return_documents)
 
-    def build(result: RerankResult, model: str, warnings: wire.Warnings) -> VoyageResponse:
+    def build(result: RerankResult, **common: Any) -> VoyageResponse:
         data = [VoyageRanked(one.index, one.score, one.text if with_text else None) for one in result.results]
-        return VoyageResponse(data=data, model=model, usage=usage_of(result.usage), warnings=warnings)
+        return VoyageResponse(data=data, **common)
 
-    return await rerank_whole(state, body, texts, tenant, build, top_n=top_n, with_text=with_text)
+    return await rerank_in_shape(state, body, texts, build, top_n=top_n, with_text=with_text)
 
 
-async def rerank_whole(
+async def rerank_in_shape(
     state: ServerState,
     body: wire.Scoring,
     texts: ToRank,
-    tenant: str,
-    build: Callable[[RerankResult, str, wire.Warnings], Any],
+    build: Callable[..., Any],
     *,
     top_n: int | None,
-    with_text: bool,
+    with_text: bool = False,
     documents: str = "documents",
     truncation: Truncation | None = None,
+    is_jina: bool = False,
+    tei: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Answers in a shape that only has ranked documents. `build` gets result, model and warnings."""
-    check_all_ranked(body)
+    """Ranks, and answers with what `build` makes of the result and the fields `model`, `usage` and
+    `warnings`. `documents` is the field that they came in. Only Jina's shape has a place for partial results
+    and explanations."""
+    if not is_jina:
+        check_all_ranked(body)
     model, scale = state.model_name, scale_of(state, body)
-    result = await run_rerank(
-        state, body, texts, tenant, top_n=top_n, documents=documents, truncation=truncation
-    )
-    characters = characters_of(result) if with_text else 0
-    items = len(result.results)
-    answer = answer_of(
-        state, body, result, lambda warnings: build(result, model, warnings), items, characters
-    )
-    return with_scale(await answer, scale)
+    with reading.with_request_field_names(queries="query", documents=documents):
+        result = await state.engine.rerank(
+            *texts,
+            top_n=top_n,
+            score_threshold=body.score_threshold,
+            **score_options(state, body, truncation),
+        )
+
+    def whole(warnings: wire.Warnings) -> Any:
+        return build(result, model=model, usage=usage_of(result.usage), warnings=warnings)
+
+    items = len(result.results) + len(result.unscored) + _num_lines(one.explanation for one in result.results)
+    characters = _num_characters(result.results) if with_text else 0
+    return with_scale(await answer_of(state, body, result, whole, items, characters, tei=tei), scale)
 
 
 async def _streamed(
     state: ServerState,
     body: wire.Scoring,
     texts: ToScore,
-    tenant: str,
     named: AbstractContextManager[None],
     line: Callable[[RankedDocument], Any],
     last: Callable[[ScoreResult, wire.Warnings], Any],
@@ -651,7 +630,7 @@ async def _streamed(
     async def lines() -> AsyncGenerator[bytes]:
         """One or more at a time."""
         with named:
-            async with state.engine.stream(*texts, **score_options(state, body, tenant)) as stream:
+            async with state.engine.stream(*texts, **score_options(state, body)) as stream:
                 async for new in stream:
                     documents = [document for document in new if document.score >= least]
                     if documents:
@@ -665,7 +644,7 @@ async def _streamed(
 
 
 async def _rerank_in_stages(
-    state: ServerState, body: RerankRequest, stages: Sequence[CascadeStage], texts: ToRank, tenant: str
+    state: ServerState, body: RerankRequest, stages: Sequence[CascadeStage], texts: ToRank
 ) -> Answer:
     """Ranks all documents with a model, the best of those with the next, within one deadline. The answer has
     the documents of the last stage, each with the model that scored it, and each stage's time."""
@@ -678,7 +657,7 @@ async def _rerank_in_stages(
     # Refuse a model that is not served now before any stage runs.
     last = [state.serving(name, Wanted.RANKING) for name in names][-1]
     scale = scale_of(last, body)
-    options: dict[str, Any] = {**score_options(last, body, tenant)}
+    options: dict[str, Any] = {**score_options(last, body)}
     with ExitStack() as reported, reading.with_request_field_names(queries="query", documents="documents"):
         for name in names:
             reported.enter_context(naming_lost_model(models, name))
@@ -702,7 +681,7 @@ async def _rerank_in_stages(
             new_id("rerank"), names[-1], results, usage_of(usage), meta, scale, warnings=warnings, stages=done
         )
 
-    characters = sum(len(one.document) for one in best if isinstance(one.document, str)) if with_text else 0
+    characters = _num_characters(best) if with_text else 0
     answer = await wire_answer(build, len(best), characters)
     return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
 
@@ -741,21 +720,20 @@ def _check_cascade(state: ServerState, body: RerankRequest, stages: Sequence[Cas
     return state.models
 
 
-def wanted_ranking(state: ServerState, body: RerankRequest) -> Wanted:
-    return Wanted.RANKING if body.cascade is None else Wanted.CASCADE
+def wanted_ranking(state: ServerState, body: RerankRequest | Fields) -> Wanted:
+    return Wanted.RANKING if field_of(body, "cascade") is None else Wanted.CASCADE
 
 
 # The answers to requests with documents, with texts, in Voyage's words, and line by line.
 RANKINGS = (RerankResponse, list[TeiRanked], VoyageResponse, LINES)
 
-RANK = Form(RerankRequest, texts_to_rank, rerank)
-SCORE = Form(ScoreRequest, texts_to_score, score)
+RANK = Form(RerankRequest, texts_to_rank, rerank, wanted_ranking)
+SCORE = Form(ScoreRequest, texts_to_score, score, Wanted.RANKING)
 
 ROUTES = (
-    *post_texts(
+    *post(
         ("/score", "/v1/score"),
         SCORE,
-        Wanted.RANKING,
         Shown(
             Group.RANK,
             "Score documents, in their order",
@@ -764,10 +742,9 @@ ROUTES = (
         ScoreResponse,
         LINES,
     ),
-    *post_texts(
+    *post(
         ("/rerank", "/v1/rerank", "/v2/rerank"),
         RANK,
-        wanted_ranking,
         Shown(
             Group.RANK,
             "Rank documents, best first",

@@ -1,13 +1,14 @@
 """Routes: what each takes and answers, and the way of a request through them to its handler."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET
 
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.bodies import Body, parse_body, read_body, wrong_bodies_refused
@@ -27,10 +28,7 @@ from maxsimd.engine import (
 
 T = TypeVar("T")
 R = TypeVar("R")
-# The kind of model that a request needs, or how to find it.
-WantedOf: TypeAlias = Wanted | Callable[[ServerState, Any], Wanted]
-# The last argument is the tenant.
-Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
+Work: TypeAlias = Callable[[ServerState, Body], Awaitable[Answer]]
 Result: TypeAlias = (
     ScoreResult | RerankResult | EmbedResult | TokenEmbedResult | SparseEmbedResult | ClassifyResult
 )
@@ -77,75 +75,41 @@ class Route:
 
 class Form(NamedTuple, Generic[T, R]):
     """A kind of request: its wire type, how the texts of one are read (with the most documents that it may
-    have), and its handler, which also gets these texts and the tenant."""
+    have), its handler, which also gets these texts, and the kind of model that it needs if it names none."""
 
     kind: type[T]
     read: Callable[[T, int], R]
-    handler: Callable[[ServerState, T, R, str], Awaitable[Answer]]
+    handler: Callable[[ServerState, T, R], Awaitable[Answer]]
+    wanted: Wanted | Callable[[ServerState, Any], Wanted]
+
+    def model_wanted(self, state: ServerState, request: Any) -> Wanted:
+        return self.wanted if isinstance(self.wanted, Wanted) else self.wanted(state, request)
+
+
+def no_texts(request: Any, most: int) -> None:
+    """Reads nothing, in forms without texts."""
 
 
 def get(path: str, handler: Callable[[ServerState], Awaitable[Answer]], *answers: Any, shown: Shown) -> Route:
-    return Route(path, ("GET", "HEAD"), _without_body(handler), shown, answers=answers)
-
-
-def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]], shown: Shown) -> Route:
-    return Route(path, ("DELETE",), _without_body(handler), shown, status=204)
+    return Route(path, ("GET", "HEAD"), lambda state, body: handler(state), shown, answers=answers)
 
 
 def post(
-    path: str,
-    kind: type[T],
-    handler: Callable[[ServerState, T], Awaitable[Answer]],
-    *answers: Any,
-    shown: Shown,
-) -> Route:
-    """A route with a body that any model serves, while the server is ready."""
-
-    async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
-        return await handler(state, request)
-
-    work = _with_body(path, Form(kind, lambda request, most: None, handle), Wanted.ANYTHING)
-    return Route(path, ("POST",), work, shown, (kind,), answers)
-
-
-def post_texts(
-    paths: Iterable[str],
-    form: Form[T, R],
-    wanted: WantedOf,
-    shown: Shown,
-    *answers: Any,
-    kinds: tuple[Any, ...] = (),
+    paths: Iterable[str], form: Form[T, R], shown: Shown, *answers: Any, kinds: tuple[Any, ...] = ()
 ) -> list[Route]:
-    """Routes with a body of this form. They refuse a tenant that has used up its rate before reading.
-    `wanted` chooses the model of a request that names none. `kinds` are the types that a body of any fields
-    may have."""
-
-    def route(path: str) -> Route:
-        handle = _with_body(path, form, wanted)
-
-        async def work(state: ServerState, body: Body, tenant: str) -> Answer:
-            state.check_ready()
-            state.engine.check_rate(tenant)
-            return await handle(state, body, tenant)
-
-        return Route(path, ("POST",), work, shown, kinds or (form.kind,), answers)
-
-    return [route(path) for path in paths]
+    """Routes with a body of this form. `kinds` are the types that a body of any fields may have."""
+    kinds = kinds or (form.kind,)
+    return [Route(path, ("POST",), _with_body(path, form), shown, kinds, answers) for path in paths]
 
 
-def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
-    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
-        return await handler(state)
-
-    return work
-
-
-def _with_body(path: str, form: Form[T, R], wanted: WantedOf) -> Work:
+def _with_body(path: str, form: Form[T, R]) -> Work:
     # msgspec prepares a type when it is first used, and crashes if two threads do that at a time.
     msgspec.json.Decoder(form.kind)
 
-    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
+    async def work(state: ServerState, body: Body) -> Answer:
         state.check_ready()
+        if form.wanted is not Wanted.ANYTHING:  # the model will run
+            state.engine.check_rate(state.tenant)
         with ExitStack() as until_answered:
             held = until_answered.enter_context(state.bodies.hold())
             state = state.holding(held)
@@ -153,20 +117,19 @@ def _with_body(path: str, form: Form[T, R], wanted: WantedOf) -> Work:
             request, found, unread = await parse_body(state, whole, held, form.kind, form.read)
             del whole
             state = state.warning_about([*unread, *state.unread_name(model_of(request))], path)
-            need = wanted if isinstance(wanted, Wanted) else wanted(state, request)
-            serving = state.serving(model_of(request), need)
+            serving = state.serving(model_of(request), form.model_wanted(state, request))
             until_answered.enter_context(naming_lost_model(state.models, serving.called))
-            answer = await _handled(form, serving, request, found, tenant)
+            answer = await _handled(form, serving, request, found)
             return answer if answer.lines is None else replace(answer, within=until_answered.pop_all())
 
     return work
 
 
-async def _handled(form: Form[T, R], state: ServerState, request: T, found: R, tenant: str) -> Answer:
+async def _handled(form: Form[T, R], state: ServerState, request: T, found: R) -> Answer:
     async with _timeout_of(request):
         if found is not None and state.reads_pictures:
             found = await state.media.filled(found, state.held)
-        answer = await form.handler(state, request, found, tenant)
+        answer = await form.handler(state, request, found)
     return answer.with_field_warnings(state.field_warnings)
 
 
@@ -185,18 +148,19 @@ async def _timeout_of(request: Any) -> AsyncIterator[None]:
         raise RequestTimeoutError.after(timeout) from None
 
 
-def model_of(request: Any) -> str | None:
-    if not isinstance(request, dict):
-        return cast("str | None", request.model)
-    # Other values are refused later.
-    named = request.get("model")
-    return named if isinstance(named, str) else None
-
-
 Fields = dict[str, Any]
 
 
-async def answered_as(form: Form[T, R], state: ServerState, fields: Fields, tenant: str, path: str) -> Answer:
+def field_of(request: msgspec.Struct | Fields, name: str) -> Any:
+    return request.get(name) if isinstance(request, dict) else getattr(request, name)
+
+
+def model_of(request: Any) -> str | None:
+    named = field_of(request, "model")
+    return named if isinstance(named, str) else None  # other values are refused later
+
+
+async def answered_as(form: Form[T, R], state: ServerState, fields: Fields, path: str) -> Answer:
     """Answers fields as a request of one form, on the route `path`."""
     most = state.config.max_documents
 
@@ -207,7 +171,7 @@ async def answered_as(form: Form[T, R], state: ServerState, fields: Fields, tena
     size = sum(len(value) for value in fields.values() if isinstance(value, str | list))
     with wrong_bodies_refused():
         request, found, unread = await state.engine.in_thread(read, size)
-    return await _handled(form, state.warning_about(unread, path), request, found, tenant)
+    return await _handled(form, state.warning_about(unread, path), request, found)
 
 
 async def answer_of(
@@ -217,34 +181,29 @@ async def answer_of(
     build: Callable[[Warnings], Any],
     items: int,
     characters: int = 0,
+    *,
+    tei: Mapping[str, str] | None = None,
+    more_warnings: Iterable[str] = (),
 ) -> Answer:
-    """Answers with the wire type that `build` makes with the warnings; see `wire_answer`."""
-    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    """Answers with the wire type that `build` makes with the warnings; see `wire_answer`. With `tei_headers`
+    it has text-embeddings-inference's times too, in whole milliseconds."""
+    warnings = warnings_of(result.truncated, state.field_warnings, body if tei is None else None)
+    warnings = [*(warnings or ()), *more_warnings] or UNSET
     answer = await wire_answer(lambda: build(warnings), items, characters)
-    return answer.with_timings(result.timings).with_warnings(warnings)
+    answer = answer.with_timings(result.timings).with_warnings(warnings)
+    if tei is None:
+        return answer
+    timings = result.timings
+    seconds = {"compute": timings.whole, "total": timings.whole, "tokenization": timings.tokenise}
+    seconds |= {"queue": timings.queue, "inference": timings.model}
+    times = {f"x_{part}_time": str(round(each * 1e3)) for part, each in seconds.items()}
+    return answer.with_headers(**tei, **times, x_compute_tokens=str(result.usage.prompt_tokens))
 
 
-class TeiHeaders:
-    """text-embeddings-inference's headers on the work for `texts`; times are whole milliseconds. Make it
-    before the engine runs, which may die meanwhile."""
-
-    def __init__(self, state: ServerState, texts: Iterable[object]) -> None:
-        self._device = "cpu" if state.engine.facts.device == "cpu" else "gpu"
-        self._field_warnings = state.field_warnings
-        self._characters = sum(len(text) for text in texts if isinstance(text, str))
-
-    def added_to(self, answer: Answer, result: Result, *warnings: str) -> Answer:
-        """Returns the answer with these headers and with our own for timings and warnings."""
-        timings = result.timings
-        whole = timings.queue + timings.tokenise + timings.model
-        seconds = {"compute": whole, "total": whole, "tokenization": timings.tokenise}
-        seconds |= {"queue": timings.queue, "inference": timings.model}
-        complete = answer.with_timings(timings).with_warnings(
-            [*(warnings_of(result.truncated, self._field_warnings) or ()), *warnings]
-        )
-        return complete.with_headers(
-            **{f"x_{part}_time": str(round(each * 1e3)) for part, each in seconds.items()},
-            x_compute_type=self._device,
-            x_compute_characters=str(self._characters),
-            x_compute_tokens=str(result.usage.prompt_tokens),
-        )
+def tei_headers(state: ServerState, texts: Iterable[object]) -> Mapping[str, str]:
+    """text-embeddings-inference's headers on the work for `texts`. Make them before the engine runs, which
+    may die meanwhile."""
+    return {
+        "x_compute_type": "cpu" if state.engine.facts.device == "cpu" else "gpu",
+        "x_compute_characters": str(sum(len(text) for text in texts if isinstance(text, str))),
+    }

@@ -2,7 +2,8 @@
 without a frame; and SageMaker's /invocations, where the fields of a request tell what it wants."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -24,11 +25,12 @@ from maxsimd.api.handlers.route import (
     Form,
     Group,
     Shown,
-    TeiHeaders,
+    answer_of,
     answered_as,
     model_of,
+    no_texts,
     post,
-    post_texts,
+    tei_headers,
 )
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models import Wanted
@@ -61,9 +63,7 @@ class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
 
 class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
     normalize: Annotated[bool | None, about("Scale vectors to length 1. Default: true.", True)] = None
-    dimensions: Annotated[
-        wire.Positive | None, about("Length of the vectors. Default: the model's.", 128)
-    ] = None
+    dimensions: wire.Dimensions = None
 
 
 class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
@@ -117,98 +117,89 @@ async def _run(
     state: ServerState,
     options: TeiTruncating,
     inputs: reading.Inputs,
-    tenant: str,
     method: Callable[..., Awaitable[Any]],
     **more: Any,
-) -> tuple[TeiHeaders, Any]:
+) -> tuple[Mapping[str, str], Any]:
     """The headers for the inputs, and the result of the engine's method."""
     reading.check_token_ids(inputs, state.config.accept_token_ids, "inputs")
-    headers = TeiHeaders(state, inputs)
+    headers = tei_headers(state, inputs)
     truncation = reading.truncation_by_switch(
         options.truncate, options.truncation_direction, state.config.long_documents
     )
     with reading.with_request_field_names(input="inputs"):
         result = await method(
-            inputs, prompt_name=options.prompt_name, truncation=truncation, tenant=tenant, **more
+            inputs, prompt_name=options.prompt_name, truncation=truncation, tenant=state.tenant, **more
         )
     return headers, result
 
 
-async def embed(state: ServerState, body: TeiEmbedRequest, inputs: reading.Inputs, tenant: str) -> Answer:
+async def embed(state: ServerState, body: TeiEmbedRequest, inputs: reading.Inputs) -> Answer:
     """A vector for each text, of length 1 unless `normalize` is false and the model does not normalize."""
     facts = state.engine.facts
     embeddings.check_embeddings(state, len(inputs), body.dimensions)
-    headers, result = await _run(state, body, inputs, tenant, state.engine.embed, dimensions=body.dimensions)
+    headers, result = await _run(state, body, inputs, state.engine.embed, dimensions=body.dimensions)
     stay_as_they_are = "embed" in facts.normalized or "embed" not in facts.dims or body.normalize is False
 
-    def build() -> Any:
+    def build(warnings: wire.Warnings) -> Any:
         rows = result.embeddings if stay_as_they_are else embeddings.in_unit_length(result.embeddings)
         return [embeddings.encode_rows(row) for row in rows]
 
-    answer = await wire_answer(build, result.embeddings.size)
     # Haystack's client always sends it, so this is no error.
     is_vain = "embed" in facts.normalized and body.normalize is False
-    return headers.added_to(
-        answer, result, *([embeddings.NORMALIZES_ANYWAY.format("normalize")] if is_vain else [])
+    more_warnings = [embeddings.NORMALIZES_ANYWAY.format("normalize")] if is_vain else []
+    return await answer_of(
+        state, body, result, build, result.embeddings.size, tei=headers, more_warnings=more_warnings
     )
 
 
-async def embed_all(
-    state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs, tenant: str
-) -> Answer:
+async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs) -> Answer:
     """A vector for each token."""
     more = {"max_tokens": embeddings.most_vectors(state, None), "return_tokens": False}
-    headers, result = await _run(state, body, inputs, tenant, state.engine.embed_tokens, **more)
-    answer = await wire_answer(
-        lambda: [embeddings.encode_rows(matrix) for matrix in result.embeddings],
-        sum(matrix.size for matrix in result.embeddings),
-    )
-    return headers.added_to(answer, result)
+    headers, result = await _run(state, body, inputs, state.engine.embed_tokens, **more)
+
+    def build(warnings: wire.Warnings) -> Any:
+        return [embeddings.encode_rows(matrix) for matrix in result.embeddings]
+
+    size = sum(matrix.size for matrix in result.embeddings)
+    return await answer_of(state, body, result, build, size, tei=headers)
 
 
-async def embed_sparse(
-    state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs, tenant: str
-) -> Answer:
+async def embed_sparse(state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs) -> Answer:
     """Weights of words, by the ids of their tokens."""
     if "sparse_embed" not in state.engine.facts.dims:
         raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
     input_type = embeddings.input_type_of(getattr(body, "input_type", None))
-    headers, result = await _run(
-        state, body, inputs, tenant, state.engine.embed_sparse, input_type=input_type
-    )
+    headers, result = await _run(state, body, inputs, state.engine.embed_sparse, input_type=input_type)
     num_words = sum(len(vector.indices) for vector in result.embeddings)
-    most = (state.config.max_bodies_mb << 20) // _BYTES_A_WORD
+    most = state.bodies.most // _BYTES_A_WORD
     if num_words > most:
         raise RequestTooLargeError(
             f"the vectors have {num_words} words together, and an answer has room for {most}; send fewer "
             "texts at a time"
         )
-    answer = await wire_answer(
-        lambda: [
+
+    def build(warnings: wire.Warnings) -> Any:
+        return [
             embeddings.encode_entries([*map(SparseValue, vector.indices.tolist(), vector.values.tolist())])
             for vector in result.embeddings
-        ],
-        num_words,
-    )
-    return headers.added_to(answer, result)
+        ]
+
+    return await answer_of(state, body, result, build, num_words, tei=headers)
 
 
-async def similarity(
-    state: ServerState, body: TeiSimilarityRequest, texts: reading.Inputs, tenant: str
-) -> Answer:
+async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: reading.Inputs) -> Answer:
     """Cosines between one text and each of many."""
     options = body.parameters or TeiTruncating()
     try:
-        headers, result = await _run(state, options, texts, tenant, state.engine.embed)
+        headers, result = await _run(state, options, texts, state.engine.embed)
     except InvalidRequestError as error:
         raise InvalidRequestError(_NUMBERED.sub(_sentence_name, str(error)), error.param) from error
 
-    def build() -> Any:
+    def build(warnings: wire.Warnings) -> Any:
         rows = embeddings.in_unit_length(result.embeddings.astype(np.float64))
         return (rows[1:] @ rows[0]).tolist()
 
-    answer = await wire_answer(build, result.embeddings.size)
-    return headers.added_to(answer, result)
+    return await answer_of(state, body, result, build, result.embeddings.size, tei=headers)
 
 
 def _sentence_name(found: re.Match[str]) -> str:
@@ -217,7 +208,7 @@ def _sentence_name(found: re.Match[str]) -> str:
     return f"inputs.sentences[{place}]" if place >= 0 else "inputs.source_sentence"
 
 
-async def decode(state: ServerState, body: TeiDecodeRequest) -> Answer:
+async def decode(state: ServerState, body: TeiDecodeRequest, nothing: None) -> Answer:
     """The texts of token ids, without special tokens unless the request wants them."""
     lists = await state.engine.in_thread(
         lambda: _id_lists(body.ids, state.config.max_documents), len(body.ids)
@@ -240,8 +231,7 @@ def _id_lists(ids: list[int | list[int]], most: int) -> list[list[int]]:
     return lists
 
 
-def _inputs_of(request: TeiEmbedRequest | TeiEmbedAllRequest, most: int) -> reading.Inputs:
-    return reading.as_inputs(request.inputs, most, "inputs")
+_inputs_of = partial(embeddings.read_inputs, name="inputs")
 
 
 def _sentences_of(request: TeiSimilarityRequest, most: int) -> reading.Inputs:
@@ -268,22 +258,21 @@ async def embed_or_compare(
     state: ServerState,
     body: TeiVectorsRequest,
     found: tuple[reading.Inputs, TeiSimilarityRequest | None],
-    tenant: str,
 ) -> Answer:
     inputs, compared = found
     if compared is not None:
-        return await similarity(state, compared, inputs, tenant)
+        return await similarity(state, compared, inputs)
     if state.engine.facts.dims.keys() == {"sparse_embed"}:
         for name in ("normalize", "dimensions"):
             if getattr(body, name) not in (None, False):
                 raise InvalidRequestError(
                     f"{name} is for dense vectors, and this model gives sparse ones", name
                 )
-        return await embed_sparse(state, body, inputs, tenant)
-    return await embed(state, body, inputs, tenant)
+        return await embed_sparse(state, body, inputs)
+    return await embed(state, body, inputs)
 
 
-VECTORS = Form(TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
+VECTORS = Form(TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare, Wanted.VECTORS)
 
 
 def _form_for_model(model: ModelFacts) -> Form[Any, Any]:
@@ -295,17 +284,15 @@ def _form_for_model(model: ModelFacts) -> Form[Any, Any]:
 
 def _wanted(state: ServerState, fields: Fields) -> Wanted:
     """The named model gives the request its meaning, or the first of several."""
-    form = _form_for_model(state.serving(model_of(fields), Wanted.ANYTHING).engine.facts)
-    if form is RANK:
-        return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
-    return Wanted.CLASSES if form is PREDICT else Wanted.VECTORS
+    named = state.serving(model_of(fields), Wanted.ANYTHING)
+    return _form_for_model(named.engine.facts).model_wanted(state, fields)
 
 
-async def _answer_by_model(state: ServerState, fields: Fields, nothing: None, tenant: str) -> Answer:
+async def _answer_by_model(state: ServerState, fields: Fields, nothing: None) -> Answer:
     """text-embeddings-inference's `/`: embeds, reranks or predicts, whichever the model is for."""
     # Several models answer only cascades.
     form = RANK if state.models is not None else _form_for_model(state.engine.facts)
-    return await answered_as(form, state, fields, tenant, "/")
+    return await answered_as(form, state, fields, "/")
 
 
 _VECTORS_OF_TEXTS = list[list[float]]
@@ -316,45 +303,39 @@ _INPUTS = {"inputs": wire.DOCUMENTS}
 _SENTENCES = {"inputs": {"source_sentence": wire.QUERY, "sentences": wire.DOCUMENTS}}
 
 ROUTES = (
-    *post_texts(
+    *post(
         ("/embed",),
-        Form(TeiEmbedRequest, _inputs_of, embed),
-        Wanted.VECTORS,
+        Form(TeiEmbedRequest, _inputs_of, embed, Wanted.VECTORS),
         Shown(Group.TEI, "Embed texts, one vector each", _INPUTS),
         _VECTORS_OF_TEXTS,
     ),
-    *post_texts(
+    *post(
         ("/embed_all",),
-        Form(TeiEmbedAllRequest, _inputs_of, embed_all),
-        Wanted.TOKEN_VECTORS,
+        Form(TeiEmbedAllRequest, _inputs_of, embed_all, Wanted.TOKEN_VECTORS),
         Shown(Group.TEI, "Embed texts, one vector per token", _INPUTS),
         list[list[list[float]]],
     ),
-    *post_texts(
+    *post(
         ("/embed_sparse",),
-        Form(TeiEmbedSparseRequest, _inputs_of, embed_sparse),
-        Wanted.SPARSE_VECTORS,
+        Form(TeiEmbedSparseRequest, _inputs_of, embed_sparse, Wanted.SPARSE_VECTORS),
         Shown(Group.TEI, "Weigh the words of texts", _INPUTS),
         _WEIGHTS,
     ),
-    *post_texts(
+    *post(
         ("/similarity",),
-        Form(TeiSimilarityRequest, _sentences_of, similarity),
-        Wanted.VECTORS,
+        Form(TeiSimilarityRequest, _sentences_of, similarity, Wanted.VECTORS),
         Shown(Group.TEI, "Compare a text with others, by cosine", _SENTENCES),
         list[float],
     ),
-    post(
-        "/decode",
-        TeiDecodeRequest,
-        decode,
+    *post(
+        ("/decode",),
+        Form(TeiDecodeRequest, no_texts, decode, Wanted.ANYTHING),
+        Shown(Group.TEI, "Join tokens to texts", {"ids": [[2054, 2003]]}),
         list[str],
-        shown=Shown(Group.TEI, "Join tokens to texts", {"ids": [[2054, 2003]]}),
     ),
-    *post_texts(
+    *post(
         ("/",),
-        Form(Fields, lambda fields, most: None, _answer_by_model),
-        _wanted,
+        Form(Fields, no_texts, _answer_by_model, _wanted),
         Shown(Group.TEI, "Embed, rank or classify, as the model does", _INPUTS),
         *_BY_KIND,
         kinds=(VECTORS.kind, RANK.kind, PREDICT.kind),
@@ -362,43 +343,39 @@ ROUTES = (
 )
 
 
-async def invocations(state: ServerState, body: Fields, nothing: None, tenant: str) -> Answer:
-    return await answered_as(_form_by_fields(state, body), state, body, tenant, "/invocations")
+async def invocations(state: ServerState, body: Fields, nothing: None) -> Answer:
+    form = _form_by_fields(body, classifies=state.engine.facts.score_task == "classify")
+    if form is None:
+        raise InvalidRequestError(
+            "send query and documents to rank, queries and documents to score, inputs or input to embed or "
+            "classify"
+        )
+    return await answered_as(form, state, body, "/invocations")
 
 
-def _form_by_fields(state: ServerState, fields: Fields) -> Form[Any, Any]:
+def _form_by_fields(fields: Fields, classifies: bool) -> Form[Any, Any] | None:
     """Decides as vLLM and text-embeddings-inference do."""
     if "query" in fields:
         return RANK
     if PAIRED_FIELDS & fields.keys():
         return SCORE
-    classifies = state.engine.facts.score_task == "classify"
     if "inputs" in fields:
         return PREDICT if classifies else VECTORS
     if "input" in fields or "messages" in fields:
         if "task" in fields:
             return embeddings.POOL
         return CLASSIFY if classifies and "input" in fields else embeddings.EMBED
-    raise InvalidRequestError(
-        "send query and documents to rank, queries and documents to score, inputs or input to embed or "
-        "classify"
-    )
+    return None
 
 
 def wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
-    if "query" in fields:
-        return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
-    if PAIRED_FIELDS & fields.keys():
-        return Wanted.RANKING
-    if "inputs" in fields:
-        return Wanted.VECTORS
-    return embeddings.wanted_by_task(fields.get("task"), fields.get("encoding"))
+    form = _form_by_fields(fields, classifies=False)
+    return Wanted.VECTORS if form is None else form.model_wanted(state, fields)
 
 
-INVOCATION_ROUTES = post_texts(
+INVOCATION_ROUTES = post(
     ("/invocations",),
-    Form(Fields, lambda fields, most: None, invocations),
-    wanted_by_fields,
+    Form(Fields, no_texts, invocations, wanted_by_fields),
     Shown(
         Group.OTHERS,
         "SageMaker: rank, score, embed or classify, by the fields",

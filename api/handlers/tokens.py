@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import msgspec
 
 from maxsimd.api.answer import Answer, wire_answer
-from maxsimd.api.handlers.route import Group, Shown, post
+from maxsimd.api.handlers.route import Form, Group, Shown, no_texts, post
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import QUERY, ModelField, NotNegative, RequestBody, about
@@ -75,7 +76,7 @@ class TeiToken(msgspec.Struct):
     stop: Annotated[int | None, about("Character after the last.", 4)]
 
 
-async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
+async def tokenize(state: ServerState, body: TokenizeRequest, nothing: None) -> Answer:
     if body.inputs is not None:
         return await _tokenize_inputs(state, body)
     param, text = ("text", body.text) if body.text is not None else ("prompt", body.prompt)
@@ -84,7 +85,7 @@ async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
     _check_characters(len(text), param)
     tokenizer, longest = state.engine.tokenizer, state.engine.max_tokens
     with_strings, (before, after) = bool(body.return_token_strs), _special_tokens(tokenizer, body)
-    room = _Room(state.config.max_bodies_mb, param)
+    room = _Room(state.bodies.most, param)
 
     def answer() -> bytes:
         ids, strings = _JsonList(), _JsonList()
@@ -109,7 +110,7 @@ async def _tokenize_inputs(state: ServerState, body: TokenizeRequest) -> Answer:
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs or []
     check_count(texts, "inputs", state.config.max_documents)
     _check_characters(sum(map(len, texts)), "inputs")
-    tokenizer, room = state.engine.tokenizer, _Room(state.config.max_bodies_mb, "inputs")
+    tokenizer, room = state.engine.tokenizer, _Room(state.bodies.most, "inputs")
     before, after = (
         [TeiToken(token, tokenizer.token(token), special=True, start=None, stop=None) for token in part]
         for part in _special_tokens(tokenizer, body)
@@ -153,8 +154,8 @@ def _check_characters(number: int, param: str) -> None:
 class _Room:
     """Tokens that an answer has room for, so that it takes no more memory than all bodies may."""
 
-    def __init__(self, megabytes: int, param: str) -> None:
-        self._most = self._left = (megabytes << 20) // _BYTES_A_TOKEN
+    def __init__(self, most_bytes: int, param: str) -> None:
+        self._most = self._left = most_bytes // _BYTES_A_TOKEN
         self._param = param
 
     def take(self, tokens: int) -> None:
@@ -175,7 +176,7 @@ def _special_tokens(tokenizer: TextTokenizer, body: TokenizeRequest) -> tuple[li
     return before, after
 
 
-async def detokenize(state: ServerState, body: DetokenizeRequest) -> Answer:
+async def detokenize(state: ServerState, body: DetokenizeRequest, nothing: None) -> Answer:
     tokens, tokenizer = body.tokens, state.engine.tokenizer
     check_number_decoded(len(tokens), "tokens")
     text = await state.engine.in_thread(lambda: decoded(tokenizer, tokens, "tokens"), len(tokens))
@@ -219,19 +220,17 @@ def decoded(
 
 
 ROUTES = (
-    post(
-        "/tokenize",
-        TokenizeRequest,
-        tokenize,
+    *post(
+        ("/tokenize",),
+        Form(TokenizeRequest, no_texts, tokenize, Wanted.ANYTHING),
+        Shown(Group.TOKENS, "Split a text into tokens", {"text": QUERY, "return_token_strs": True}),
         TokenizeResponse,
         list[list[TeiToken]],
-        shown=Shown(Group.TOKENS, "Split a text into tokens", {"text": QUERY, "return_token_strs": True}),
     ),
-    post(
-        "/detokenize",
-        DetokenizeRequest,
-        detokenize,
+    *post(
+        ("/detokenize",),
+        Form(DetokenizeRequest, no_texts, detokenize, Wanted.ANYTHING),
+        Shown(Group.TOKENS, "Join tokens to a text", {"tokens": [2054, 2003]}),
         DetokenizeResponse,
-        shown=Shown(Group.TOKENS, "Join tokens to a text", {"tokens": [2054, 2003]}),
     ),
 )

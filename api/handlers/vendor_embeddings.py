@@ -11,7 +11,7 @@ from maxsimd.api import reading, wire
 from maxsimd.api.answer import Answer, new_id
 from maxsimd.api.handlers import embeddings
 from maxsimd.api.handlers.operating import Version, show_version
-from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, get, post_texts
+from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, get, post
 from maxsimd.api.models import Wanted
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import about
@@ -56,9 +56,7 @@ class CohereEmbedRequest(msgspec.Struct, kw_only=True):
         list[EmbeddingType] | None,
         about("Number formats: float, base64, binary or ubinary. Default: float.", ["float"]),
     ] = None
-    output_dimension: Annotated[
-        wire.Positive | None, about("Length of the vectors. Default: the model's.", 128)
-    ] = None
+    output_dimension: wire.Dimensions = None
     TRUNCATES: ClassVar = ("START", "END")
     truncate: Annotated[
         Literal["NONE", "START", "END"] | None,
@@ -127,9 +125,7 @@ class MultimodalRequest(msgspec.Struct, kw_only=True):
     model: wire.ModelField = None
     input_type: wire.InputType = None
     truncation: wire.Truncate = None
-    output_dimension: Annotated[
-        wire.Positive | None, about("Length of the vectors. Default: the model's.", 128)
-    ] = None
+    output_dimension: wire.Dimensions = None
     output_dtype: Annotated[
         Literal["float", "binary", "ubinary"] | None, about("Number format. Default: float.", "float")
     ] = None
@@ -163,7 +159,7 @@ class MultimodalResponse(wire.Warned, kw_only=True):
 
 
 async def _cohere(
-    version: str, state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures, tenant: str
+    version: str, state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures
 ) -> Answer:
     """Lists of numbers by their types; in version 1 bare lists, unless types are named."""
     by_type = version == "2" or body.embedding_types is not None
@@ -186,7 +182,7 @@ async def _cohere(
                 state.config.long_documents,
                 body,
             ),
-            tenant=tenant,
+            tenant=state.tenant,
         )
     echoed = [text for text in texts if isinstance(text, str)]
     billed = {"input_tokens": result.usage.prompt_tokens}
@@ -223,7 +219,9 @@ def _cohere_field(request: CohereEmbedRequest) -> str:
     return named[0]
 
 
-def _parts_of(request: CohereEmbedRequest | MultimodalRequest, name: str, most: int) -> TextsAndPictures:
+def _parts_of(
+    request: CohereEmbedRequest | MultimodalRequest, most: int, name: str = "inputs"
+) -> TextsAndPictures:
     values = getattr(request, name)
     reading.check_count(values, name, most)
     if not values:
@@ -233,9 +231,7 @@ def _parts_of(request: CohereEmbedRequest | MultimodalRequest, name: str, most: 
     return reading.texts_and_pictures(values, name)
 
 
-async def ollama_embed(
-    state: ServerState, body: OllamaEmbedRequest, inputs: reading.Inputs, tenant: str
-) -> Answer:
+async def ollama_embed(state: ServerState, body: OllamaEmbedRequest, inputs: reading.Inputs) -> Answer:
     """One vector of length 1 for each text."""
     reading.check_token_ids(inputs, state.config.accept_token_ids)
     dimensions, model = body.dimensions or None, state.model_name
@@ -244,15 +240,14 @@ async def ollama_embed(
         inputs,
         dimensions=dimensions,
         truncation=reading.truncation_by_switch(body.truncate, None, state.config.long_documents, body),
-        tenant=tenant,
+        tenant=state.tenant,
     )
-    timings = result.timings
 
     def build(warnings: wire.Warnings) -> OllamaEmbedResponse:
         return OllamaEmbedResponse(
             model=model,
             embeddings=[embeddings.encode_rows(row) for row in embeddings.in_unit_length(result.embeddings)],
-            total_duration=round((timings.queue + timings.tokenise + timings.model) * 1e9),
+            total_duration=round(result.timings.whole * 1e9),
             prompt_eval_count=result.usage.prompt_tokens,
             warnings=warnings,
         )
@@ -261,7 +256,7 @@ async def ollama_embed(
 
 
 async def multimodal_embeddings(
-    state: ServerState, body: MultimodalRequest, inputs: TextsAndPictures, tenant: str
+    state: ServerState, body: MultimodalRequest, inputs: TextsAndPictures
 ) -> Answer:
     """Voyage's. Inputs with pictures are never truncated."""
     embeddings.check_embeddings(state, len(inputs), body.output_dimension)
@@ -271,7 +266,7 @@ async def multimodal_embeddings(
             input_type=embeddings.input_type_of(body.input_type),
             dimensions=body.output_dimension,
             truncation=reading.truncation_by_switch(body.truncation, None, state.config.long_documents, body),
-            tenant=tenant,
+            tenant=state.tenant,
         )
     model, as_base64 = state.model_name, "base64" in (body.encoding_format, body.output_encoding)
     numbers = _NUMBERS[body.output_dtype or "float"]
@@ -296,14 +291,14 @@ async def multimodal_embeddings(
 COHERE_ROUTES = tuple(
     route
     for version in ("1", "2")
-    for route in post_texts(
+    for route in post(
         (f"/v{version}/embed",),
         Form(
             CohereEmbedRequest,
-            lambda request, most: _parts_of(request, _cohere_field(request), most),
+            lambda request, most: _parts_of(request, most, _cohere_field(request)),
             partial(_cohere, version),
+            Wanted.VECTORS,
         ),
-        Wanted.VECTORS,
         Shown(
             Group.COHERE,
             f"Embed texts or pictures, version {version}",
@@ -312,22 +307,16 @@ COHERE_ROUTES = tuple(
         CohereEmbedResponse,
     )
 )
-VOYAGE_ROUTES = post_texts(
+VOYAGE_ROUTES = post(
     ("/v1/multimodalembeddings",),
-    Form(
-        MultimodalRequest,
-        lambda request, most: _parts_of(request, "inputs", most),
-        multimodal_embeddings,
-    ),
-    Wanted.VECTORS,
+    Form(MultimodalRequest, _parts_of, multimodal_embeddings, Wanted.VECTORS),
     Shown(Group.OTHERS, "Voyage: embed texts and pictures", {"inputs": _PARTS}),
     MultimodalResponse,
 )
 OLLAMA_ROUTES = (
-    *post_texts(
+    *post(
         ("/api/embed",),
-        Form(OllamaEmbedRequest, lambda request, most: reading.as_inputs(request.input, most), ollama_embed),
-        Wanted.VECTORS,
+        Form(OllamaEmbedRequest, embeddings.read_inputs, ollama_embed, Wanted.VECTORS),
         Shown(Group.OTHERS, "Ollama: embed texts", {"input": wire.DOCUMENTS}),
         OllamaEmbedResponse,
     ),

@@ -2,17 +2,18 @@
 for documents without a score. Infinity's routes have a base URL of their own, /infinity, because requests to
 its /rerank do not say whose they are. Its other paths answer there as they do without it."""
 
-from typing import Annotated, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of
+from maxsimd.api.answer import Answer, json_page, new_id, now
 from maxsimd.api.handlers import rerank
 from maxsimd.api.handlers.operating import ModelCard, model_card
-from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, get, post_texts
+from maxsimd.api.handlers.route import Form, Group, Shown, answer_of, get, post
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import as_items, check_count, truncation_by_switch
+from maxsimd.api.reading import truncation_by_switch
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import about
 from maxsimd.engine import InvalidRequestError, RerankResult
@@ -155,39 +156,30 @@ class InfinityModels(msgspec.Struct, kw_only=True):
     data: Annotated[list[InfinityCard], about("The models.")]
 
 
-async def reranking(state: ServerState, body: RerankingRequest, texts: rerank.ToRank, tenant: str) -> Answer:
+async def reranking(state: ServerState, body: RerankingRequest, texts: rerank.ToRank) -> Answer:
     """Answers in the shape of the service that has the request's field for documents."""
     if body.input is None and body.texts is not None:
-        return await rerank.rerank_as_tei(state, body, texts, tenant)
+        return await rerank.rerank_as_tei(state, body, texts)
     with_text = bool(body.return_documents if body.input is None else body.return_input)
 
-    def build_llama_cpp(result: RerankResult, model: str, warnings: wire.Warnings) -> LlamaCppResponse:
-        results = [rerank.ranked(one, with_text) for one in result.results]
-        return LlamaCppResponse(model=model, usage=usage_of(result.usage), results=results, warnings=warnings)
+    def build_llama_cpp(result: RerankResult, **common: Any) -> LlamaCppResponse:
+        return LlamaCppResponse(results=[rerank.ranked(one, with_text) for one in result.results], **common)
 
-    def build_mixedbread(result: RerankResult, model: str, warnings: wire.Warnings) -> MixedbreadResponse:
+    def build_mixedbread(result: RerankResult, **common: Any) -> MixedbreadResponse:
         data = [
             MixedbreadRanked(index=one.index, score=one.score, input=one.text if with_text else None)
             for one in result.results
         ]
-        usage, top_k = usage_of(result.usage), len(data)
-        return MixedbreadResponse(
-            data=data, model=model, usage=usage, top_k=top_k, return_input=with_text, warnings=warnings
-        )
+        return MixedbreadResponse(data=data, top_k=len(data), return_input=with_text, **common)
 
+    options: dict[str, Any] = {"top_n": body.top_k, "documents": "input"}
     if body.input is None:
-        return await rerank.rerank_whole(
-            state, body, texts, tenant, build_llama_cpp, top_n=body.top_n, with_text=with_text
-        )
-    return await rerank.rerank_whole(
-        *(state, body, texts, tenant, build_mixedbread),
-        top_n=body.top_k,
-        with_text=with_text,
-        documents="input",
-    )
+        options = {"top_n": body.top_n}
+    build = build_llama_cpp if body.input is None else build_mixedbread
+    return await rerank.rerank_in_shape(state, body, texts, build, with_text=with_text, **options)
 
 
-async def nvidia(state: ServerState, body: NvidiaRequest, texts: rerank.ToRank, tenant: str) -> Answer:
+async def nvidia(state: ServerState, body: NvidiaRequest, texts: rerank.ToRank) -> Answer:
     """Gives a classifier's logits, unless the request wants something else."""
     if body.use_activation is None and body.raw_scores is None and not body.normalize:
         body.raw_scores = True
@@ -196,20 +188,20 @@ async def nvidia(state: ServerState, body: NvidiaRequest, texts: rerank.ToRank, 
         truncates = body.truncate == "END"
         truncation = truncation_by_switch(truncates, None, state.config.long_documents, body)
 
-    def build(result: RerankResult, model: str, warnings: wire.Warnings) -> NvidiaResponse:
-        rankings = [NvidiaRanked(one.index, one.score) for one in result.results]
-        return NvidiaResponse(rankings=rankings, usage=usage_of(result.usage), warnings=warnings)
+    def build(result: RerankResult, model: str, **common: Any) -> NvidiaResponse:
+        return NvidiaResponse(
+            rankings=[NvidiaRanked(one.index, one.score) for one in result.results], **common
+        )
 
-    return await rerank.rerank_whole(
-        *(state, body, texts, tenant, build),
+    return await rerank.rerank_in_shape(
+        *(state, body, texts, build),
         top_n=body.top_k,
-        with_text=False,
         documents="passages",
         truncation=truncation,
     )
 
 
-async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.ToScore, tenant: str) -> Answer:
+async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.ToScore) -> Answer:
     """A list of scores, one for each pair."""
     rerank.check_all_ranked(body)
     if body.score_threshold is not None:
@@ -218,11 +210,9 @@ async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.To
             "score_threshold",
         )
     scale = rerank.scale_of(state, body)
-    result = await state.engine.score(*texts, **rerank.score_options(state, body, tenant))
-    timings, tokens = result.timings, result.usage.prompt_tokens
-    status = DeepInfraStatus(
-        runtime_ms=round((timings.queue + timings.tokenise + timings.model) * 1e3), tokens_input=tokens
-    )
+    result = await state.engine.score(*texts, **rerank.score_options(state, body))
+    tokens = result.usage.prompt_tokens
+    status = DeepInfraStatus(runtime_ms=round(result.timings.whole * 1e3), tokens_input=tokens)
 
     def build(warnings: wire.Warnings) -> DeepInfraResponse:
         return DeepInfraResponse(
@@ -236,24 +226,17 @@ async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.To
     return rerank.with_scale(await answer_of(state, body, result, build, len(result.scores)), scale)
 
 
-async def infinity(state: ServerState, body: InfinityRequest, texts: rerank.ToRank, tenant: str) -> Answer:
+async def infinity(state: ServerState, body: InfinityRequest, texts: rerank.ToRank) -> Answer:
     """Documents are strings, and only if they are asked for."""
     with_text = bool(body.return_documents)
 
-    def build(result: RerankResult, model: str, warnings: wire.Warnings) -> InfinityResponse:
+    def build(result: RerankResult, **common: Any) -> InfinityResponse:
         results = [
             InfinityRanked(one.score, one.index, one.text if with_text else None) for one in result.results
         ]
-        return InfinityResponse(
-            id=new_id("rerank"),
-            model=model,
-            results=results,
-            usage=usage_of(result.usage),
-            created=now(),
-            warnings=warnings,
-        )
+        return InfinityResponse(id=new_id("rerank"), results=results, created=now(), **common)
 
-    return await rerank.rerank_whole(state, body, texts, tenant, build, top_n=body.top_n, with_text=with_text)
+    return await rerank.rerank_in_shape(state, body, texts, build, top_n=body.top_n, with_text=with_text)
 
 
 async def infinity_models(state: ServerState) -> Answer:
@@ -271,43 +254,33 @@ def _infinity_card(state: ServerState, name: str) -> InfinityCard:
 def _reranking_to_rank(request: RerankingRequest, most: int) -> rerank.ToRank:
     if request.input is None:
         return rerank.texts_to_rank(request, most)
-    return rerank.query_and_documents(request.query, request.input, "input", most, request.rank_fields)
-
-
-def _pairs_to_score(request: DeepInfraRequest, most: int) -> rerank.ToScore:
-    check_count(request.documents, "documents", most)
-    check_count(request.queries, "queries", most)
-    return as_items(request.queries, "queries"), as_items(request.documents, "documents")
+    return rerank.query_and_documents(request, most, "input")
 
 
 _QUERY_AND_DOCUMENTS = {"query": wire.QUERY, "documents": wire.DOCUMENTS}
 _PASSAGES = {"query": {"text": wire.QUERY}, "passages": [{"text": text} for text in wire.DOCUMENTS]}
 
 ROUTES = (
-    *post_texts(
+    *post(
         ("/reranking", "/v1/reranking"),
-        Form(RerankingRequest, _reranking_to_rank, reranking),
-        Wanted.RANKING,
+        Form(RerankingRequest, _reranking_to_rank, reranking, Wanted.RANKING),
         Shown(Group.OTHERS, "llama.cpp and mixedbread: rank documents, best first", _QUERY_AND_DOCUMENTS),
         *(MixedbreadResponse, LlamaCppResponse, list[rerank.TeiRanked]),
     ),
-    *post_texts(
+    *post(
         ("/v1/ranking", "/v1/retrieval/{name}/reranking"),
         Form(
             NvidiaRequest,
-            lambda request, most: rerank.query_and_documents(
-                request.query, request.passages, "passages", most
-            ),
+            partial(rerank.query_and_documents, name="passages"),
             nvidia,
+            Wanted.RANKING,
         ),
-        Wanted.RANKING,
         Shown(Group.OTHERS, "NVIDIA: rank passages, best first", _PASSAGES),
         NvidiaResponse,
     ),
-    *post_texts(
+    *post(
         ("/v1/inference/{name}",),
-        Form(DeepInfraRequest, _pairs_to_score, deepinfra),
-        Wanted.RANKING,
+        Form(DeepInfraRequest, rerank.read_pairs, deepinfra, Wanted.RANKING),
         Shown(
             Group.OTHERS,
             "DeepInfra: score documents, in their order",
@@ -318,16 +291,9 @@ ROUTES = (
 )
 
 INFINITY_ROUTES = (
-    *post_texts(
+    *post(
         [f"{base}/rerank" for base in _INFINITY_BASES],
-        Form(
-            InfinityRequest,
-            lambda request, most: rerank.query_and_documents(
-                request.query, request.documents, "documents", most, request.rank_fields
-            ),
-            infinity,
-        ),
-        Wanted.RANKING,
+        Form(InfinityRequest, rerank.query_and_documents, infinity, Wanted.RANKING),
         Shown(Group.OTHERS, "Infinity: rank documents, best first", _QUERY_AND_DOCUMENTS),
         InfinityResponse,
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from maxsimd.api import reading
-from maxsimd.api.handlers.classification import as_sequences
+from maxsimd.api.handlers.classification import PredictRequest, read_sequences
 from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest, texts_to_rank, texts_to_score
 from maxsimd.api.reading import content_of, each_picture, has_pictures, with_request_field_names
 from maxsimd.engine import CUT_LONG, InvalidRequestError, Truncation
@@ -154,7 +154,7 @@ def test_sequences_are_inputs_or_told_by_their_index() -> None:
         ("", [""], None, False), (["a", "b"], ["a"], ["b"], False), ([["a"], "b"], ["a", "b"], None, True),
         ([["a", "b"], ["c", "d"]], ["a", "c"], ["b", "d"], True),
     ):  # fmt: skip
-        assert as_sequences(value, 9) == (texts, pairs, are_many)
+        assert read_sequences(PredictRequest(inputs=value), 9) == (texts, pairs, are_many)
     for value, where in (
         (["a"] * 300 + [None] + ["b"] * 210, "input[300] is null: "),
         (["a", 1], "input[1] is a token id, but input[0] is a text: "),
@@ -166,7 +166,7 @@ def test_sequences_are_inputs_or_told_by_their_index() -> None:
         with _refused("input", where + rest):
             reading.as_inputs(value, 999)
     with pytest.raises(InvalidRequestError, match=r"^inputs\[1\] is null: inputs must be a text, "):
-        as_sequences(["a", None], 9)
+        read_sequences(PredictRequest(inputs=["a", None]), 9)
 
 
 def _renamed(error: InvalidRequestError, **names: str) -> InvalidRequestError:

@@ -6,7 +6,6 @@ import re
 import sys
 import tracemalloc
 from typing import Any
-from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from maxsimd.api.handlers.bodies import LARGE_BODY
 from maxsimd.api.handlers.embeddings import EmbeddingsRequest
 from maxsimd.api.handlers.handle import route_of
-from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest
+from maxsimd.api.handlers.rerank import SCORE, RerankRequest, ScoreRequest
 from maxsimd.api.handlers.route import Group, Shown, post
 from maxsimd.api.reading import unread_fields
 from tests.unit import calling_handlers
@@ -207,7 +206,7 @@ def test_a_route_learns_its_type_before_it_is_asked(monkeypatch: pytest.MonkeyPa
         return decoder(kind)
 
     monkeypatch.setattr(msgspec.json, "Decoder", learn)
-    post("/new", ScoreRequest, AsyncMock(), shown=Shown(Group.RANK, "New"))
+    post(("/new",), SCORE, Shown(Group.RANK, "New"))
     assert learnt == [ScoreRequest]
 
 

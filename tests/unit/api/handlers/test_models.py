@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers.embeddings import PoolingRequest, wanted_pooling
+from maxsimd.api.handlers.embeddings import POOL, PoolingRequest
 from maxsimd.api.handlers.tei import wanted_by_fields
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.models import SeveralModels, Wanted
@@ -150,7 +150,7 @@ async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> 
         await asking.refused(path, {"input": "a", "task": "classify"}, 503, says="may be for `broken`")
     for more in ({"task": "token_embed"}, {"encoding": "muvera"}, {"encoding": "muvera", "task": "embed"}):
         pooled: dict[str, Any] = {"input": "a", **more}
-        assert wanted_pooling(asking.state, PoolingRequest(**pooled)) == Wanted.TOKEN_VECTORS
+        assert POOL.model_wanted(asking.state, PoolingRequest(**pooled)) == Wanted.TOKEN_VECTORS
         assert wanted_by_fields(asking.state, pooled) == Wanted.TOKEN_VECTORS
     await asking.refused("/invocations", {"input": "a", "task": ["embed"]}, 400, says="task")
 

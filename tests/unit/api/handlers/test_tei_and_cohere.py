@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxsimd.api.answer import ApiError
-from maxsimd.api.handlers.rerank import RerankRequest, rerank
-from maxsimd.api.handlers.route import Form, answered_as
+from maxsimd.api.handlers.rerank import RANK, RerankRequest
+from maxsimd.api.handlers.route import answered_as
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED
@@ -206,7 +206,7 @@ async def test_what_is_no_request_is_refused(caller: Caller) -> None:
         raise RecursionError
 
     with pytest.raises(ApiError, match="arrays and objects in the body are nested too deeply"):
-        await answered_as(Form(RerankRequest, read, rerank), caller.state, {"query": "q"}, "", "/")
+        await answered_as(RANK._replace(read=read), caller.state, {"query": "q"}, "/")
 
 
 async def test_text_becomes_tokens(caller: Caller) -> None:
