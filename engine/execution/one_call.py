@@ -1,10 +1,12 @@
-"""Runs all layers of a BERT-like encoder in one call of our library, on a CPU. Going from layer to layer in
-Python takes as long as the products of a small step; in a large one, results between products go to memory.
+"""Runs all layers of a BERT-like encoder, or all layers with rotary positions, in one call of our library, on
+a CPU. Going from layer to layer in Python takes as long as the products of a small step; in a large one,
+results between products go to memory.
 
 Used if it gives the same bits and is faster, which is tried at load."""
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +15,11 @@ from torch import nn
 
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
 from maxsimd.engine.execution.fused_layers.parts import ROWS, random_like, record_attention
+from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, LayersTogether
 from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput, children_of
 from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.engine.ops.cpu.linear import Layer, Layers
+from maxsimd.engine.ops.cpu.rotary_layers import RotaryLayers
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, Step, TokenSequence
 
@@ -32,24 +36,43 @@ _TRIED_ROWS = 64
 _ROUNDS, _ROUNDS_OF_MANY = (5, 40), (0, 4)
 # One call that takes less than this share of the time needs no further timings: a large model takes seconds.
 _CLEARLY = 0.8
+# Seconds of the further timings of a step; and of a step of many rows and its plain run, as estimated, above
+# which they are not tried: of such a model's steps, Python takes a small share.
+_MOST_SECONDS, _MOST_SECONDS_OF_MANY = 1.0, 5.0
 # Seconds of a call.
 Timer = Callable[[Callable[[], object]], float]
 
 
 class OneCallRunner(FasterRunner):
-    """Runs all layers of a step in one call, after the backbone's `embeddings`. The last layer gives first
-    rows alone if that of the packed runner does."""
+    """Runs all layers of steps with at most `most_rows` rows in one call, if they have whole texts alone."""
 
-    def __init__(self, inner: PackedRunner, embeddings: nn.Module, layers: Layers) -> None:
+    def __init__(self, inner: PackedRunner, most_rows: int) -> None:
         super().__init__(inner)
-        self._embeddings, self._layers = embeddings, layers
-        self._firsts_only = inner.cls_only is not None
-        self.most_rows = layers.most_rows
+        self.most_rows = most_rows
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        if not self.takes(step):
-            return self.inner.forward(step)
+        return self._run(step) if self.takes(step) else self.inner.forward(step)
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step has whole texts alone, and not too many rows."""
+        return 0 < step.num_tokens <= self.most_rows and all(map(is_whole_text, step.chunks))
+
+    @abstractmethod
+    def _run(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        """`forward` of a step that it takes."""
+
+
+class BertRunner(OneCallRunner):
+    """Runs the layers in one call after the backbone's `embeddings`. The last layer gives first rows alone if
+    that of the packed runner does."""
+
+    def __init__(self, inner: PackedRunner, embeddings: nn.Module, layers: Layers) -> None:
+        super().__init__(inner, layers.most_rows)
+        self._embeddings, self._layers = embeddings, layers
+        self._firsts_only = inner.cls_only is not None
+
+    def _run(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
         batch = self.inner.lay_out(step)
         metadata = self.inner.prepare(batch)
         assert isinstance(metadata, CompiledMetadata)
@@ -60,9 +83,21 @@ class OneCallRunner(FasterRunner):
             cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
         return hidden, cursor
 
-    def takes(self, step: Step) -> bool:
-        """Whether a step has whole texts alone, and not too many rows."""
-        return 0 < step.num_tokens <= self.most_rows and all(map(is_whole_text, step.chunks))
+
+class RotaryRunner(OneCallRunner):
+    """Has the backbone call its layers, of which the last runs all."""
+
+    def __init__(self, inner: PackedRunner, fused: Sequence[FusedRotaryLayer]) -> None:
+        """Raises ValueError for layers that cannot run in one call."""
+        super().__init__(inner, MOST_ROWS)
+        layers = RotaryLayers([layer.compiled() for layer in fused], MOST_ROWS)
+        self._together = LayersTogether(layers, len(fused))
+        for layer in fused:
+            layer.together = self._together
+
+    def _run(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        with self._together:
+            return self.inner.forward(step)
 
 
 def _seconds_of(run: Callable[[], object]) -> float:
@@ -79,19 +114,29 @@ def with_one_call(
     if not isinstance(runner.backend, CompiledBackend):
         return runner
     try:
-        layers = packed_layers(backbone, MOST_ROWS)
-        if isinstance(layers, str):
-            reason: str | None = layers
-        else:
-            fast = OneCallRunner(runner, backbone.embeddings, layers)
-            reason = _reason_against(fast, sequences, timer)
-            if reason is None:
-                return fast
+        fast = _one_call(runner, backbone)
+        reason = fast if isinstance(fast, str) else _reason_against(fast, sequences, timer)
+        if isinstance(fast, OneCallRunner) and reason is None:
+            return fast
     except Exception as error:
         log.warning("steps run layer by layer, which is slower: %s", error)
         return runner
     log.debug("steps run layer by layer: %s", reason)
     return runner
+
+
+def _one_call(runner: PackedRunner, backbone: Any) -> OneCallRunner | str:
+    """The runner with all layers in one call, not tried yet; or the reason why there is none."""
+    fused = [module for module in backbone.modules() if isinstance(module, FusedRotaryLayer)]
+    if not fused:
+        layers = packed_layers(backbone, MOST_ROWS)
+        return layers if isinstance(layers, str) else BertRunner(runner, backbone.embeddings, layers)
+    if not any(isinstance(module, nn.ModuleList) and [*module] == fused for module in backbone.modules()):
+        return "not all of its layers have rotary positions"
+    try:
+        return RotaryRunner(runner, fused)
+    except ValueError as error:
+        return str(error)
 
 
 def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
@@ -107,19 +152,23 @@ def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], tim
             some.append(text)
     rows_of_many = max(FEW_ROWS, _ROWS_A_THREAD * torch.get_num_threads())
     few, many = _step(some), _step(texts * -(-rows_of_many // sum(map(len, texts))))
-    steps = (few, many, _step(texts[:1]), _step(texts[-1:]))
-    of_few, of_many, *alone = (_tried(fast, step, timer) for step in steps)
-    if of_few is None or of_many is None or None in alone:
+    of_few, *alone = (_tried(fast, step, timer) for step in (few, _step(texts[:1]), _step(texts[-1:])))
+    if of_few is None or None in alone:
         return "in one call they give something else"
     is_faster, measured = _is_faster(fast, few, timer, of_few, *_ROUNDS)
     if not is_faster:
         return f"one call takes {measured}"
-    is_faster, more_measured = _is_faster(fast, many, timer, of_many, *_ROUNDS_OF_MANY)
+    if sum(of_few) * many.num_tokens <= _MOST_SECONDS_OF_MANY * few.num_tokens:
+        of_many = _tried(fast, many, timer)
+        if of_many is None:
+            return "in one call they give something else"
+        is_faster, more_measured = _is_faster(fast, many, timer, of_many, *_ROUNDS_OF_MANY)
+        measured += f"; {more_measured}"
+    else:
+        is_faster = False
     if not is_faster:
         fast.most_rows = FEW_ROWS
-    log.debug(
-        "steps of up to %d rows run all layers in one call: %s; %s", fast.most_rows, measured, more_measured
-    )
+    log.debug("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
     return None
 
 
@@ -138,11 +187,13 @@ def _is_faster(
     """Whether a step is faster in one call than layer by layer, by the least seconds `tried` and of further
     tries; and what was measured."""
     ours, plain = tried
+    spent = 0.0
     for number in range(most):
-        if ours < plain and (number >= fewest or ours < _CLEARLY * plain):
+        if spent > _MOST_SECONDS or (ours < plain and (number >= fewest or ours < _CLEARLY * plain)):
             break
-        ours = min(ours, timer(lambda: fast.forward(step)))
-        plain = min(plain, timer(lambda: fast.inner.forward(step)))
+        once, plainly = timer(lambda: fast.forward(step)), timer(lambda: fast.inner.forward(step))
+        spent += once + plainly
+        ours, plain = min(ours, once), min(plain, plainly)
     measured = f"{1e3 * ours:.2f} ms for {step.num_tokens} rows, {1e3 * plain:.2f} ms layer by layer"
     return ours < plain, measured
 

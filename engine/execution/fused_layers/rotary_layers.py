@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from maxsimd.engine.execution.attention.cpu import CompiledMetadata
 from maxsimd.engine.execution.fused_layers.parts import (
     ROWS,
     GeluLinear,
@@ -23,10 +24,11 @@ from maxsimd.engine.execution.fused_layers.parts import (
     record_attention,
     same_attention_inputs,
 )
-from maxsimd.engine.execution.linear import CompiledLinear, Gated, is_exact_gelu
+from maxsimd.engine.execution.linear import CompiledGated, CompiledLinear, Gated, is_exact_gelu
 from maxsimd.engine.execution.runner import attend
 from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.cpu.linear import Norm
+from maxsimd.engine.ops.cpu.rotary_layers import RotaryLayer, RotaryLayers, RowNorm
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, HeadNorms
 from maxsimd.engine.ops.qkv import QKV
 
@@ -123,6 +125,9 @@ class _RowNorm(nn.Module):
             x, self.weight, self.bias, self.epsilon, residual, is_centered=self.is_centered
         )
 
+    def compiled(self) -> RowNorm:
+        return RowNorm(self.weight, self.bias, self.epsilon, self.is_centered)
+
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The norm of `x + residual`; before RMSNorm the sum is rounded."""
         return self.forward(x, residual) if self.is_centered else self.with_sum(x, residual)[1]
@@ -160,6 +165,42 @@ class _Parts:
     after: tuple[Any, ...]
 
 
+class LayersTogether:
+    """Runs all layers of a step in one call while it is open: the model calls one layer after the other, each
+    notes its angles and hands the hidden states on, and the last one runs them all."""
+
+    def __init__(self, layers: RotaryLayers, count: int) -> None:
+        self.layers = layers
+        self.is_open = False
+        self._count = count
+        self._angles: list[_Angles] = []
+        self._handed_on: torch.Tensor | None = None
+
+    def __enter__(self) -> None:
+        self.is_open = True
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open, self._angles, self._handed_on = False, [], None
+
+    def take(self, hidden_states: torch.Tensor, angles: _Angles, metadata: CompiledMetadata) -> torch.Tensor:
+        """The hidden states [1, rows, hidden] for the next layer, or from the last. Raises RuntimeError if
+        the model has changed them since the layer before."""
+        if self._angles and hidden_states is not self._handed_on:
+            raise RuntimeError("the model changes hidden states between its layers")
+        self._angles.append(angles)
+        self._handed_on = hidden_states
+        if len(self._angles) < self._count:
+            return hidden_states
+        of_rows = {id(pair): (pair[0][0], pair[1][0]) for pair in self._angles}
+        found = self.layers.run(
+            hidden_states[0],
+            [of_rows[id(pair)] for pair in self._angles],
+            metadata.sequences,
+            causal=metadata.layout.causal,
+        )
+        return found[None]
+
+
 class FusedRotaryLayer(nn.Module):
     """The whole layer. Packed attention tells layers apart by the replaced attention module."""
 
@@ -179,6 +220,7 @@ class FusedRotaryLayer(nn.Module):
         self.before_attention, self.before_feed_forward = parts.before or (None, None)
         self.after_attention, self.after_feed_forward = parts.after or (None, None)
         self.replaced_attention = (parts.attention,)  # out of the module tree
+        self.together: LayersTogether | None = None
 
     def forward(
         self,
@@ -193,6 +235,8 @@ class FusedRotaryLayer(nn.Module):
         """[1, rows, hidden] to [1, rows, hidden]; cosines and sines are [1, rows, head_dim]. The input is not
         changed."""
         assert position_embeddings is not None
+        if self.together is not None and self.together.is_open:
+            return self.together.take(hidden_states, position_embeddings, kwargs["step_attention"].metadata)
         hidden = hidden_states[0]
         x = hidden if self.before_attention is None else self.before_attention(hidden)
         qkv = self._rotated(self.qkv(x), position_embeddings)
@@ -222,6 +266,31 @@ class FusedRotaryLayer(nn.Module):
             add_product_(total, self.wide(x), self.down)
         given: torch.Tensor = total[None]
         return given
+
+    def compiled(self) -> RotaryLayer:
+        """The layer for a call that runs several. Raises ValueError if it is not made of packed products with
+        a gate, or has norms on both sides."""
+        products = (self.qkv, self.out, self.down)
+        packed = [each.product for each in products if isinstance(each, CompiledLinear) and not each.gelu]
+        if len(packed) < len(products) or not isinstance(self.wide, CompiledGated):
+            raise ValueError("its products are not packed, or its feed-forward has no gate")
+        if self.is_normed_before and self.is_normed_after:
+            raise ValueError("it has norms on both sides")
+        norms = (self.before_attention, self.before_feed_forward)
+        if self.is_normed_after:
+            norms = (self.after_attention, self.after_feed_forward)
+        (qkv, out, down), (of_attention, of_feed_forward) = packed, norms
+        return RotaryLayer(
+            *(qkv, out, self.wide.product, down, self.wide.activation),
+            None if of_attention is None else of_attention.compiled(),
+            of_feed_forward.compiled(),
+            self.is_normed_after,
+            None if self.q_norm is None else (self.q_norm.compiled(), self.k_norm.compiled()),
+            self.heads,
+            self.head_dim,
+            self.scaling,
+            self.window,
+        )
 
     def _rotated(self, product: torch.Tensor, position_embeddings: _Angles) -> torch.Tensor:
         """Rotates queries and keys in place: [rows, all heads, head_dim]. Raises ValueError unless there is

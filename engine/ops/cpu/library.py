@@ -96,6 +96,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *[_POINTER, _NUMBER] * 2, *[_POINTER] * 2,  # hidden states, sequences, workspace, first rows
     ],
     "layers_workspace": [_POINTER, _NUMBER],
+    "rotary_layers": [
+        _KIND, *[_POINTER] * 3, *[_NUMBER] * 4, ctypes.c_float, ctypes.c_int,  # kind, tables, sizes, scale
+        *[_POINTER, _NUMBER] * 2, _POINTER,  # hidden states, sequences, workspace
+    ],
+    "rotary_layers_workspace": [_POINTER, _NUMBER],
     "embed": [
         _KIND, *[_POINTER] * 3, _NUMBER,  # kind, ids, rows
         *[_POINTER, _NUMBER] * 3, _NUMBER,  # tables with their rows, columns
@@ -104,9 +109,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "use_amx": [ctypes.c_int],
 }  # fmt: skip
 
-_RESULTS = dict.fromkeys(("first_not_finite", "layers_workspace"), _NUMBER) | dict.fromkeys(
-    ("embed", "use_amx"), ctypes.c_int
-)
+_RESULTS = dict.fromkeys(
+    ("first_not_finite", "layers_workspace", "rotary_layers_workspace"), _NUMBER
+) | dict.fromkeys(("embed", "use_amx"), ctypes.c_int)
 
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)

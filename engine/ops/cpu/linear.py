@@ -89,6 +89,18 @@ class Product:
     weights: Weights
     bias: torch.Tensor | None
 
+    @property
+    def addresses(self) -> list[int]:
+        """The product as tables of layers have it; for packed weights."""
+        weights = self.weights
+        read = [
+            weights.packed.data_ptr(),
+            weights.packed.shape[1],
+            address(weights.scales),
+            address(weights.sums),
+        ]
+        return [*read, address(self.bias), weights.inputs, weights.columns]
+
     def linear(self, x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
         """`x @ weight.T + bias`, then exact GELU if `gelu` is set: [..., inputs] -> [..., columns]."""
         return self._run(x, int(gelu))
@@ -174,7 +186,7 @@ def _packed(weight: torch.Tensor, dtype: torch.dtype, *scales_and_sums: torch.Te
     return Weights(packed, inputs, columns, dtype, *scales_and_sums)
 
 
-_HEAD_UNIT = 16  # the kernel takes head sizes that are multiples of this
+HEAD_UNIT = 16  # the kernel takes head sizes that are multiples of this
 _LINE = 64  # bytes
 
 
@@ -218,15 +230,17 @@ class Layer:
     @property
     def addresses(self) -> list[int]:
         """The layer as `maxsimd_layers` reads it."""
-        row = []
-        for product in self.products:
-            weights = product.weights
-            row += [weights.packed.data_ptr(), weights.packed.shape[1]]
-            row += [address(weights.scales), address(weights.sums), address(product.bias)]
-            row += [weights.inputs, weights.columns]
+        row = [number for product in self.products for number in product.addresses]
         for norm in self.norms:
             row += [norm.weight.data_ptr(), norm.bias.data_ptr()]
         return row
+
+
+def aligned_workspace(values: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Memory for so many values, and the address where its first cache line starts. Takes no memory before
+    steps touch it."""
+    memory = torch.empty(values + _LINE, dtype=dtype)
+    return memory, -(-memory.data_ptr() // _LINE) * _LINE
 
 
 class Layers:
@@ -241,8 +255,8 @@ class Layers:
         if len({layer.sizes for layer in layers}) != 1:
             raise ValueError("layers differ in size")
         self.hidden_size, attended, _ = layers[0].sizes
-        if attended % (heads * _HEAD_UNIT):
-            raise ValueError(f"heads of {attended} / {heads} numbers are not a multiple of {_HEAD_UNIT}")
+        if attended % (heads * HEAD_UNIT):
+            raise ValueError(f"heads of {attended} / {heads} numbers are not a multiple of {HEAD_UNIT}")
         self.most_rows = most_rows
         self.dtype, self._kind = weights[0].dtype, weights[0].kind
         self._layers = tuple(layers)  # keeps the tensors of the table alive
@@ -250,10 +264,8 @@ class Layers:
         self._table = torch.tensor([layer.addresses for layer in layers])
         epsilons = [[norm.epsilon for norm in layer.norms] for layer in layers]
         self._epsilons = torch.tensor(epsilons, dtype=torch.float32)
-        # Takes no memory before steps of that size touch it.
         values = kernels().maxsimd_layers_workspace(self._table.data_ptr(), most_rows)
-        self._workspace = torch.empty(values + _LINE, dtype=self.dtype)
-        self._start = -(-self._workspace.data_ptr() // _LINE) * _LINE
+        self._workspace, self._start = aligned_workspace(values, self.dtype)
 
     def run(self, hidden: torch.Tensor, sequences: torch.Tensor, *, firsts_only: bool) -> torch.Tensor:
         """The result of the last layer for `hidden` [rows, hidden]; with `firsts_only` for the first row of

@@ -330,16 +330,16 @@ void attend(const Attention<typename Number::Value>& a, const int64_t* sequences
 
 template <class Number>
 void attend_in_team(const SelfAttention<typename Number::Value>& self, const int64_t* sequences, int64_t count) {
-    const int64_t head = self.head_dim, row = self.heads * head;
+    const int64_t head = self.head_dim, row = self.stride;
     attend_tasks<Number>({{self.q, head, row},
                           {self.k, head, row},
                           {self.v, head, row},
                           {},
                           self.heads,
-                          self.heads,
+                          self.key_heads,
                           head,
-                          false,
-                          0,
+                          self.causal,
+                          self.window,
                           self.scale,
                           self.out},
                          sequences, count, nullptr);

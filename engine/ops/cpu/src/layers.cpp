@@ -1,5 +1,5 @@
-// All layers of an encoder built as BERT's in one call: threads are started once, and what lies between the layers
-// costs nothing.
+// All layers in one call, of an encoder built as BERT's or of layers with rotary positions: threads are started once, and
+// what lies between the layers costs nothing.
 //
 // Threads wait for each other only around attention, which reads the rows of others. Between two attentions a thread
 // takes a block of rows, and computes all products of these: what follows the first attention, and the queries, keys
@@ -13,6 +13,7 @@
 
 #include <omp.h>
 
+#include "elementwise.h"
 #include "linear.h"
 #include "team.h"
 
@@ -88,13 +89,90 @@ struct Block {
     bool alone;
 };
 
-// What each thread of a team does.
+// What threads of a team do with rows.
 template <class Number>
-class Thread {
+class Worker {
   public:
     using Value = typename Number::Value;
     // Attention has no weights that could be int8.
     using Attended = std::conditional_t<std::is_same_v<Number, Int8>, BFloat16, Number>;
+
+  protected:
+    // Calls `work` with blocks of the rows, one after the other, each in one thread, or once in all threads.
+    template <class Work>
+    static void in_blocks(int64_t rows, const Work& work) {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        if (rows < OWN_ROWS * threads) {
+            work(Block{0, rows, 0, false});
+            return;
+        }
+        const int64_t most = most_rows<Number>(), blocks = round_up((rows + most - 1) / most, threads);
+        const int64_t scratch = thread * ((rows + blocks - 1) / blocks);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t block = 0; block < blocks; block++) {
+            const int64_t first = rows * block / blocks, stop = rows * (block + 1) / blocks;
+            work(Block{first, stop - first, scratch, true});
+        }
+    }
+
+    // What follows a product: an activation, rows that are added, or a norm.
+    struct After {
+        Activation activation = Activation::NONE;
+        const Value* added = nullptr;
+        Norm<Value> norm = {};
+    };
+
+    // The block's rows of a product, `x` and `out` being the block's. The weights `next` are multiplied afterwards.
+    static void multiply(const Product& product, const Stretch& next, const Block& block, const Value* x, Value* out,
+                         const After& after = {}) {
+        const Linear<Number> linear{x,
+                                    product.inputs,
+                                    block.count,
+                                    product.inputs,
+                                    (const Unit*)product.weights,
+                                    product.units,
+                                    (const float*)product.scales,
+                                    (const int32_t*)product.sums,
+                                    (const float*)product.bias,
+                                    product.columns,
+                                    after.activation,
+                                    out,
+                                    next,
+                                    after.added,
+                                    product.columns};
+        if (block.alone)
+            run_rows<Number>(linear, after.norm);
+        else
+            run_in_team<Number>(linear, after.norm);
+    }
+
+    // Calls `work` with each row of a block that this thread has to compute.
+    template <class Work>
+    static void each_row(const Block& block, const Work& work) {
+        if (block.alone) {
+            for (int64_t row = 0; row < block.count; row++) work(row);
+            return;
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < block.count; row++) work(row);
+    }
+
+    static void wait_for_others(const Block& block) {
+        if (!block.alone) wait();
+    }
+
+    static void wait() {
+#pragma omp barrier
+    }
+};
+
+// A thread that runs layers built as BERT's.
+template <class Number>
+class Thread : Worker<Number> {
+    using Worker<Number>::in_blocks, Worker<Number>::multiply, Worker<Number>::wait, Worker<Number>::wait_for_others;
+
+  public:
+    using typename Worker<Number>::Attended, typename Worker<Number>::Value;
 
     explicit Thread(const Step<Value>& step) : step_(step), at_(step.at) {}
 
@@ -126,23 +204,6 @@ class Thread {
     int64_t hidden_size() const { return step_.layers->attended.columns; }
     const Epsilons& epsilons(const Layer& layer) const { return step_.epsilons[&layer - step_.layers]; }
 
-    // Calls `work` with blocks of the rows, one after the other, each in one thread, or once in all threads.
-    template <class Work>
-    void in_blocks(int64_t rows, const Work& work) {
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        if (rows < OWN_ROWS * threads) {
-            work(Block{0, rows, 0, false});
-            return;
-        }
-        const int64_t most = most_rows<Number>(), blocks = round_up((rows + most - 1) / most, threads);
-        const int64_t scratch = thread * ((rows + blocks - 1) / blocks);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t block = 0; block < blocks; block++) {
-            const int64_t first = rows * block / blocks, stop = rows * (block + 1) / blocks;
-            work(Block{first, stop - first, scratch, true});
-        }
-    }
-
     // Whether only first rows come out of a layer.
     bool gives_firsts(const Layer* layer) const {
         return step_.firsts && layer == step_.layers + step_.layer_count - 1;
@@ -162,9 +223,9 @@ class Thread {
 
     void attend(const Layer& layer, const int64_t* sequences) {
         wait();
-        attend_in_team<Attended>(
-            {at_.query, at_.key, at_.value, step_.heads, layer.query.columns / step_.heads, step_.scale, at_.attended},
-            sequences, step_.count);
+        attend_in_team<Attended>({at_.query, at_.key, at_.value, layer.query.columns, step_.heads, step_.heads,
+                                  layer.query.columns / step_.heads, step_.scale, at_.attended},
+                                 sequences, step_.count);
         wait();
     }
 
@@ -174,15 +235,19 @@ class Thread {
                   const Value* residual, Value* out) {
         Value *summed = at_.summed + block.scratch * hidden_size(),
               *wide = at_.wide + block.scratch * layer.widened.columns;
-        multiply(layer.attended, layer.widened.stretch(), block, attended, summed, false,
-                 {residual, hidden_size(), (const float*)layer.attended_weight, (const float*)layer.attended_bias,
-                  epsilons(layer).attended});
+        multiply(layer.attended, layer.widened.stretch(), block, attended, summed,
+                 {Activation::NONE,
+                  nullptr,
+                  {residual, hidden_size(), (const float*)layer.attended_weight, (const float*)layer.attended_bias,
+                   epsilons(layer).attended}});
         wait_for_others(block);
-        multiply(layer.widened, layer.narrowed.stretch(), block, summed, wide, true);
+        multiply(layer.widened, layer.narrowed.stretch(), block, summed, wide, {Activation::GELU});
         wait_for_others(block);
-        multiply(layer.narrowed, after, block, wide, out, false,
-                 {summed, hidden_size(), (const float*)layer.narrowed_weight, (const float*)layer.narrowed_bias,
-                  epsilons(layer).narrowed});
+        multiply(layer.narrowed, after, block, wide, out,
+                 {Activation::NONE,
+                  nullptr,
+                  {summed, hidden_size(), (const float*)layer.narrowed_weight, (const float*)layer.narrowed_bias,
+                   epsilons(layer).narrowed}});
         wait_for_others(block);
     }
 
@@ -221,38 +286,178 @@ class Thread {
         std::memcpy(out + to * columns, in + row * columns, columns * sizeof(Value));
     }
 
-    // The block's rows of a product, `x` and `out` being the block's. The weights `after` are multiplied afterwards.
-    void multiply(const Product& product, const Stretch& after, const Block& block, const Value* x, Value* out,
-                  bool gelu = false, const Norm<Value>& norm = {}) {
-        const Linear<Number> linear{x,
-                                    product.inputs,
-                                    block.count,
-                                    product.inputs,
-                                    (const Unit*)product.weights,
-                                    product.units,
-                                    (const float*)product.scales,
-                                    (const int32_t*)product.sums,
-                                    (const float*)product.bias,
-                                    product.columns,
-                                    gelu ? Activation::GELU : Activation::NONE,
-                                    out,
-                                    after};
-        if (block.alone)
-            run_rows<Number>(linear, norm);
-        else
-            run_in_team<Number>(linear, norm);
-    }
-
-    void wait_for_others(const Block& block) {
-        if (!block.alone) wait();
-    }
-
-    static void wait() {
-#pragma omp barrier
-    }
-
     const Step<Value>& step_;
     const Buffers<Value> at_;
+};
+
+// A norm of a layer with rotary positions; none if it has no weight.
+struct LayerNorm {
+    int64_t weight, bias, centered;
+};
+
+// A layer with rotary positions as the caller's table has it. Norms stand before the parts; or, `after` their sums, they
+// are layer norms. The wide product has a gate. Norms of heads may be null.
+struct RotaryLayer {
+    Product qkv, out, wide, down;
+    int64_t activation;
+    LayerNorm attention, feed_forward;
+    int64_t after, query_norm, key_norm, window;
+};
+
+struct RotaryEpsilons {
+    float attention, feed_forward, heads;
+};
+
+// Rows of a step between products of these layers.
+template <class Value>
+struct RotaryBuffers {
+    Value *qkv, *attended, *summed, *normed, *wide;
+
+    // Returns how many values they take, from `start` on, which may be null.
+    int64_t divide(Value* start, int64_t rows, const RotaryLayer& layer) {
+        int64_t taken = 0;
+        const auto take = [&](int64_t columns, int64_t spare) {
+            Value* from = start ? start + taken : nullptr;
+            taken += round_up((rows + spare) * columns, 64);
+            return from;
+        };
+        const int64_t spare = rows / OWN_ROWS;  // as for layers built as BERT's
+        qkv = take(layer.qkv.columns, 0);
+        attended = take(layer.out.inputs, 0);
+        summed = take(layer.out.columns, spare);
+        normed = take(layer.out.columns, spare);
+        wide = take(layer.down.inputs, spare);
+        return taken;
+    }
+};
+
+// A step: its layers with the addresses of cosines and sines [rows][head_dim] for each, its rows, which are replaced, and
+// its sequences.
+template <class Value>
+struct RotaryStep {
+    const RotaryLayer* layers;
+    const RotaryEpsilons* epsilons;
+    const int64_t (*angles)[2];
+    int64_t layer_count, heads, key_heads, head_dim;
+    float scale;
+    bool causal;
+    Value* hidden;
+    int64_t rows;
+    const int64_t* sequences;
+    int64_t count;
+    RotaryBuffers<Value> at;
+};
+
+// A thread that runs layers with rotary positions.
+template <class Number>
+class RotaryThread : Worker<Number> {
+    using Worker<Number>::each_row, Worker<Number>::in_blocks, Worker<Number>::multiply;
+    using Worker<Number>::wait, Worker<Number>::wait_for_others;
+
+  public:
+    using typename Worker<Number>::Attended, typename Worker<Number>::Value;
+
+    explicit RotaryThread(const RotaryStep<Value>& step)
+        : step_(step), at_(step.at), size_(step.layers->out.columns), sums_(round_up(size_, LANES)) {}
+
+    void run() {
+        const RotaryLayer *layer = step_.layers, *stop = layer + step_.layer_count;
+        in_blocks(step_.rows, [&](const Block& block) { prepare(layer, block); });
+        for (; layer < stop; layer++) {
+            wait();
+            const Value* qkv = at_.qkv;
+            const int64_t own = step_.heads * step_.head_dim, keys = step_.key_heads * step_.head_dim;
+            attend_in_team<Attended>(
+                {qkv, qkv + own, qkv + own + keys, layer->qkv.columns, step_.heads, step_.key_heads, step_.head_dim,
+                 step_.scale, at_.attended, step_.causal, layer->window},
+                step_.sequences, step_.count);
+            wait();
+            in_blocks(step_.rows, [&](const Block& block) {
+                complete(layer, layer + 1 < stop ? layer[1].qkv.stretch() : Stretch{}, block);
+                if (layer + 1 < stop) prepare(layer + 1, block);
+            });
+        }
+    }
+
+  private:
+    const RotaryEpsilons& epsilons(const RotaryLayer* layer) const { return step_.epsilons[layer - step_.layers]; }
+
+    // The queries, keys and values that a layer makes of its input.
+    void prepare(const RotaryLayer* layer, const Block& block) {
+        const Value* input = step_.hidden + block.first * size_;
+        if (!layer->after && layer->attention.weight) {
+            Value* normed = at_.normed + block.scratch * size_;
+            normalise_rows(layer->attention, epsilons(layer).attention, block, input, normed);
+            input = normed;
+        }
+        Value* qkv = at_.qkv + block.first * layer->qkv.columns;
+        multiply(layer->qkv, layer->out.stretch(), block, input, qkv);
+        wait_for_others(block);
+        const int64_t* angles = step_.angles[layer - step_.layers];
+        const int64_t first = block.first * step_.head_dim;
+        const Rotation<Value> rotation{qkv,
+                                       layer->qkv.columns,
+                                       block.count,
+                                       step_.heads,
+                                       step_.heads + step_.key_heads,
+                                       step_.head_dim,
+                                       (const Value*)angles[0] + first,
+                                       (const Value*)angles[1] + first,
+                                       (const float*)layer->query_norm,
+                                       (const float*)layer->key_norm,
+                                       epsilons(layer).heads};
+        each_row(block, [&](int64_t row) {
+            for (int64_t head = 0; head < rotation.heads; head++) turn(rotation, row, head);
+        });
+    }
+
+    // What follows attention. The weights `next` are multiplied afterwards.
+    void complete(const RotaryLayer* layer, const Stretch& next, const Block& block) {
+        Value *hidden = step_.hidden + block.first * size_, *summed = at_.summed + block.scratch * size_,
+              *normed = at_.normed + block.scratch * size_, *wide = at_.wide + block.scratch * layer->down.inputs;
+        const Value *attended = at_.attended + block.first * layer->out.inputs, *input = summed;
+        const auto after = [&](const Value* residual, const LayerNorm& norm, float epsilon) {
+            typename Worker<Number>::After made;
+            if (layer->after)
+                made.norm = {residual, size_, (const float*)norm.weight, (const float*)norm.bias, epsilon};
+            else
+                made.added = residual;
+            return made;
+        };
+        multiply(layer->out, layer->wide.stretch(), block, attended, summed,
+                 after(hidden, layer->attention, epsilons(layer).attention));
+        wait_for_others(block);
+        if (!layer->after) {
+            normalise_rows(layer->feed_forward, epsilons(layer).feed_forward, block, summed, normed);
+            input = normed;
+        }
+        multiply(layer->wide, layer->down.stretch(), block, input, wide, {(Activation)layer->activation});
+        wait_for_others(block);
+        multiply(layer->down, next, block, wide, hidden,
+                 after(summed, layer->feed_forward, epsilons(layer).feed_forward));
+        wait_for_others(block);
+    }
+
+    void normalise_rows(const LayerNorm& norm, float epsilon, const Block& block, const Value* x, Value* out) {
+        const RowNorm<Value> rows{x,
+                                  nullptr,
+                                  size_,
+                                  0,
+                                  block.count,
+                                  size_,
+                                  (const float*)norm.weight,
+                                  (const float*)norm.bias,
+                                  epsilon,
+                                  norm.centered != 0,
+                                  out};
+        each_row(block, [&](int64_t row) { norm_row(rows, row, sums_.data()); });
+        wait_for_others(block);
+    }
+
+    const RotaryStep<Value>& step_;
+    const RotaryBuffers<Value> at_;
+    const int64_t size_;  // of a hidden state
+    std::vector<float> sums_;
 };
 
 }  // namespace maxsimd
@@ -297,6 +502,50 @@ void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t 
                                (Value*)firsts};
 #pragma omp parallel
         Thread<decltype(number)>(step).run();
+    };
+    if (kind == 0)
+        compute(Float32{});
+    else if (kind == 1)
+        compute(BFloat16{});
+    else
+        compute(Int8{});
+}
+
+// How many values the workspace of `maxsimd_rotary_layers` must have for steps of up to `rows` rows.
+int64_t maxsimd_rotary_layers_workspace(const void* layers, int64_t rows) {
+    maxsimd::RotaryBuffers<uint16_t> buffers;
+    return buffers.divide(nullptr, rows, *(const maxsimd::RotaryLayer*)layers);
+}
+
+// As above, for layers with rotary positions. `layers` is [layer_count][39]: four products as above, of queries, keys and
+// values together, after attention, and the two of the feed-forward, the first with its gate; the activation; of the norms
+// of attention and feed-forward the addresses of weight and bias, and whether they are centered; whether norms stand after
+// the sums; the addresses of the norms of queries and keys; the window. `epsilons` is [layer_count][3], `angles`
+// [layer_count][2]: the addresses of cosines and sines [rows][head_dim], in numbers of hidden's kind.
+void maxsimd_rotary_layers(int kind, const void* layers, const void* epsilons, const void* angles, int64_t layer_count,
+                           int64_t heads, int64_t key_heads, int64_t head_dim, float scale, int causal, void* hidden,
+                           int64_t rows, const int64_t* sequences, int64_t count, void* workspace) {
+    using namespace maxsimd;
+    const auto compute = [&](auto number) {
+        using Value = typename decltype(number)::Value;
+        RotaryBuffers<Value> buffers;
+        buffers.divide((Value*)workspace, rows, *(const RotaryLayer*)layers);
+        const RotaryStep<Value> step{(const RotaryLayer*)layers,
+                                     (const RotaryEpsilons*)epsilons,
+                                     (const int64_t (*)[2])angles,
+                                     layer_count,
+                                     heads,
+                                     key_heads,
+                                     head_dim,
+                                     scale,
+                                     causal != 0,
+                                     (Value*)hidden,
+                                     rows,
+                                     sequences,
+                                     count,
+                                     buffers};
+#pragma omp parallel
+        RotaryThread<decltype(number)>(step).run();
     };
     if (kind == 0)
         compute(Float32{});

@@ -20,14 +20,17 @@ void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& 
 template <class Number>
 int64_t most_rows();
 
-// Queries, keys and values [rows][heads][head_dim] of whole sequences that see all that they are given, and what comes
-// of them.
+// Queries, keys and values of whole sequences, rows `stride` apart, with the heads of a row side by side; and what comes
+// of them, [rows][heads][head_dim]. A causal query sees the keys up to its own, and a `window` that is not 0 limits them
+// as in `maxsimd_attention`.
 template <class Value>
 struct SelfAttention {
     const Value *q, *k, *v;
-    int64_t heads, head_dim;
+    int64_t stride, heads, key_heads, head_dim;
     float scale;
     Value* out;
+    bool causal = false;
+    int64_t window = 0;
 };
 
 // `sequences` is [count][4], as `maxsimd_attention` has it, without prefixes.

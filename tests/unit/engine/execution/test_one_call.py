@@ -29,7 +29,7 @@ from maxsimd.engine.execution.self_check.samples import random_sequences
 from maxsimd.engine.ops.cpu import linear as products
 from maxsimd.engine.ops.cpu.attention import attention
 from maxsimd.engine.ops.qkv import QKV
-from tests.checkpoints import cross_encoders
+from tests.checkpoints import bi_encoders, cross_encoders, gte
 from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.engine.execution.test_packed import CPU, make_step
 from tests.unit.engine.ops.test_kernels import amx, needs_kernels
@@ -95,12 +95,12 @@ def test_a_call_is_exact(pack: Pack, lengths: list[int], count: int, firsts_only
 
 
 def turns(*seconds: float) -> one_call.Timer:
-    """A clock that shows these in turn: first of one call, then of layer by layer."""
+    """A clock that shows these milliseconds in turn: first of one call, then of layer by layer."""
     shown = itertools.cycle(seconds)
 
     def timer(run: Callable[[], object]) -> float:
         run()
-        return next(shown)
+        return next(shown) / 1000
 
     return timer
 
@@ -142,26 +142,35 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
     return reason
 
 
-def test_steps_give_the_bits_of_the_model_layer_by_layer(request: pytest.FixtureRequest) -> None:
-    for checkpoint, dtype, quantization in (
-        ("bert_cross_encoder", "bfloat16", "none"), ("bert_cross_encoder", "bfloat16", "int8"),
-        ("bert_cross_encoder", "float32", "none"), ("xlm_roberta_cross_encoder", "bfloat16", "none"),
+@pytest.mark.parametrize(
+    ("build", "dtype", "quantization"),
+    [
+        (cross_encoders.bert, "bfloat16", "none"), (cross_encoders.bert, "bfloat16", "int8"),
+        (cross_encoders.bert, "float32", "none"), (cross_encoders.xlm_roberta, "bfloat16", "none"),
         (None, "bfloat16", "none"),
-    ):  # fmt: skip
-        path = None if checkpoint is None else request.getfixturevalue(checkpoint)
-        model, plain = loaded(path, dtype, quantization=quantization)
-        fast = one_call_of((model, plain))
-        random = torch.Generator().manual_seed(0)
-        for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
-            lengths = torch.randint(shortest, shortest + 69, (count,), generator=random).tolist()
-            # Some tokens behind the first are not to be attended to.
-            step = make_step(lengths, [max(1, length - count) for length in lengths])
-            assert fast.takes(step)
-            (ours, cursor), (expected, plain_cursor) = fast.forward(step), plain.forward(step)
-            assert torch.equal(ours, expected)
-            assert cursor.starts == plain_cursor.starts
-            assert len(ours) == (count if checkpoint else step.num_tokens)
-        assert step.num_tokens > 2 * FEW_ROWS
+        (cross_encoders.modernbert, "bfloat16", "none"), (cross_encoders.modernbert, "bfloat16", "int8"),
+        (cross_encoders.qwen3, "float32", "none"), (cross_encoders.qwen3, "bfloat16", "int8"),
+        (cross_encoders.gemma, "bfloat16", "none"), (gte.multilingual, "bfloat16", "none"),
+        (bi_encoders.nomic, "float32", "none"),
+    ],
+)  # fmt: skip
+def test_steps_give_the_bits_of_the_model_layer_by_layer(
+    build: Build | None, dtype: str, quantization: str, checkpoints: SharedCheckpoints
+) -> None:
+    path = None if build is None else checkpoints(build)
+    model, plain = loaded(path, dtype, quantization=quantization)
+    fast = one_call_of((model, plain))
+    random = torch.Generator().manual_seed(0)
+    for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
+        lengths = torch.randint(shortest, shortest + 69, (count,), generator=random).tolist()
+        # Some tokens behind the first are not to be attended to.
+        step = make_step(lengths, [max(1, length - count) for length in lengths])
+        assert fast.takes(step)
+        (ours, cursor), (expected, plain_cursor) = fast.forward(step), plain.forward(step)
+        assert torch.equal(ours, expected)
+        assert cursor.starts == plain_cursor.starts
+        assert len(ours) == (count if plain.cls_only else step.num_tokens)
+    assert step.num_tokens > 2 * FEW_ROWS
 
 
 def test_steps_run_faster(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture) -> None:

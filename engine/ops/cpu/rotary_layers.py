@@ -1,0 +1,158 @@
+"""All layers with rotary positions in one call, compiled: float32 with float32 weights, bfloat16 with
+bfloat16 or int8 weights. A row's bits are those of single calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from maxsimd.engine.ops.cpu.blocks import BlockTensor
+from maxsimd.engine.ops.cpu.library import address, check_float32, kernels
+from maxsimd.engine.ops.cpu.linear import HEAD_UNIT, Product, aligned_workspace
+from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
+
+# The number of the first gate among the kernel's activations.
+_FIRST_GATE = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowNorm:
+    """LayerNorm if it `is_centered`, else RMSNorm: float32 weight, and bias or None, [columns]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epsilon: float
+    is_centered: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryLayer:
+    """A layer: `qkv` makes queries, keys and values, heads of each side by side; `out` follows attention;
+    `wide` and `down` are the feed-forward, the first with its gate in the order of `gated_order`. Norms stand
+    before attention (or None) and feed-forward; with `norms_after`, after the sums, centered and with a bias.
+    `head_norms` are those of queries and keys. `heads` counts queries, and keys and values."""
+
+    qkv: Product
+    out: Product
+    wide: Product
+    down: Product
+    activation: Activation
+    attention_norm: RowNorm | None
+    feed_forward_norm: RowNorm
+    norms_after: bool
+    head_norms: tuple[RowNorm, RowNorm] | None
+    heads: tuple[int, int]
+    head_dim: int
+    scaling: float
+    window: int | None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.out, self.wide, self.down
+
+    @property
+    def shape(self) -> tuple[float | int, ...]:
+        """What must be the same in all layers. Raises ValueError for products and norms that do not fit
+        together or that the kernel does not take."""
+        (queries, keys), hidden, inner = self.heads, self.qkv.weights.inputs, self.down.weights.inputs
+        expected = [
+            (hidden, (queries + 2 * keys) * self.head_dim),
+            (queries * self.head_dim, hidden),
+            (hidden, 2 * inner),
+            (inner, hidden),
+        ]
+        if [(each.weights.inputs, each.weights.columns) for each in self.products] != expected:
+            raise ValueError("the products of a layer do not fit together")
+        if self.head_dim % HEAD_UNIT:
+            raise ValueError(f"heads of {self.head_dim} numbers are not a multiple of {HEAD_UNIT}")
+        if any(isinstance(each.weights.packed, BlockTensor) for each in self.products):
+            raise ValueError("weights in blocks are multiplied layer by layer")
+        for each in self.products:
+            check_float32(each.weights.columns, each.bias)
+        norms = (self.attention_norm, self.feed_forward_norm)
+        for norm in norms:
+            if norm is not None:
+                check_float32(hidden, norm.weight, norm.bias)
+            if self.norms_after and (norm is None or not norm.is_centered or norm.bias is None):
+                raise ValueError("norms after the sums must be layer norms with a bias")
+        for norm in self.head_norms or ():
+            check_float32(self.head_dim, norm.weight)
+        return hidden, inner, queries, keys, self.head_dim, self.scaling
+
+    @property
+    def addresses(self) -> list[int]:
+        """The layer as `maxsimd_rotary_layers` reads it."""
+        row = [number for product in self.products for number in product.addresses]
+        row.append(_FIRST_GATE + ACTIVATIONS.index(self.activation))
+        for norm in (self.attention_norm, self.feed_forward_norm):
+            row += [0, 0, 0] if norm is None else [address(norm.weight), address(norm.bias), norm.is_centered]
+        query, key = self.head_norms or (None, None)
+        row += [self.norms_after, *(0 if norm is None else address(norm.weight) for norm in (query, key))]
+        return [*row, self.window or 0]
+
+    @property
+    def epsilons(self) -> list[float]:
+        norms = (self.attention_norm, self.feed_forward_norm, self.head_norms and self.head_norms[0])
+        return [0.0 if norm is None else norm.epsilon for norm in norms]
+
+
+class RotaryLayers:
+    """Layers for steps of at most `most_rows` rows. Owns the memory of a step, so it runs one step at a time.
+    Raises ValueError for layers that differ in size or precision, or that the kernel does not take."""
+
+    def __init__(self, layers: Sequence[RotaryLayer], most_rows: int) -> None:
+        weights = [product.weights for layer in layers for product in layer.products]
+        if len({each.kind for each in weights}) != 1:
+            raise ValueError("layers differ in precision")
+        if len({layer.shape for layer in layers}) != 1:
+            raise ValueError("layers differ in size")
+        self.most_rows = most_rows
+        self._dtype, self._kind = weights[0].dtype, weights[0].kind
+        self._layers = tuple(layers)  # keeps the tensors of the table alive
+        self._table = torch.tensor([layer.addresses for layer in layers])
+        self._epsilons = torch.tensor([layer.epsilons for layer in layers], dtype=torch.float32)
+        values = kernels().maxsimd_rotary_layers_workspace(self._table.data_ptr(), most_rows)
+        self._workspace, self._start = aligned_workspace(values, self._dtype)
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        angles: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        sequences: torch.Tensor,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """The result of the last layer for `hidden` [rows, hidden], with the cosines and sines [rows,
+        head_dim] of each layer. `sequences`, int64 [n, 4], are those of `attention` and have all rows. Raises
+        ValueError for rows or angles of another shape or precision."""
+        (rows, size), first = hidden.shape, self._layers[0]
+        if (
+            size != first.qkv.weights.inputs
+            or hidden.dtype is not self._dtype
+            or not 0 < rows <= self.most_rows
+        ):
+            raise ValueError(f"layers cannot run {rows} rows of {size} in {hidden.dtype}")
+        # Layers of one kind share their angles.
+        pairs = {id(each): each for each in angles}
+        if any(each.shape != (rows, first.head_dim) for pair in pairs.values() for each in pair):
+            raise ValueError(f"cosines and sines must be {(rows, first.head_dim)}")
+        read = {name: [each.to(self._dtype).contiguous() for each in pair] for name, pair in pairs.items()}
+        addresses = torch.tensor([[each.data_ptr() for each in read[id(pair)]] for pair in angles])
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        kernels().maxsimd_rotary_layers(
+            self._kind,
+            self._table.data_ptr(),
+            self._epsilons.data_ptr(),
+            addresses.data_ptr(),
+            len(self._layers),
+            *first.heads,
+            first.head_dim,
+            first.scaling,
+            causal,
+            hidden.data_ptr(),
+            rows,
+            sequences.data_ptr(),
+            len(sequences),
+            self._start,
+        )
+        return hidden
