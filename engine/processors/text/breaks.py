@@ -81,6 +81,8 @@ _ALTERNATIVES = {
 
 # Characters that are searched in a millisecond or so. Only lost spaces are looked at beyond the overlap.
 _SEARCHED, _OVERLAP = 65_536, 256
+# Late breaks are searched backwards, in steps that grow from this.
+_STEP = 256
 # The most marks of one letter.
 _MOST_MARKS = 5
 _LINE_ENDS = ("\r\n\r\n", "\n\n", "\r\n", "\n")
@@ -345,6 +347,16 @@ class Breaks:
                 return found.end() if found.end() < stop else None
         return None
 
+    def late(self, text: str, start: int, stop: int) -> int | None:
+        """Returns a break from `start` on and before `stop`, near the latter, or None."""
+        step = _STEP
+        while stop > start:
+            lower = max(start, stop - step)
+            if (found := self.first(text, lower, stop)) is not None:
+                return found
+            stop, step = lower, 2 * step
+        return None
+
     def all(self, text: str) -> list[int]:
         return [found.end() for found in self.pattern.finditer(text)]
 
@@ -580,8 +592,8 @@ def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
     breaks = find_breaks(tokenizer)
     if breaks is None:
         log.info(
-            "nothing is known of where this tokenizer's texts can be split: they are read whole, and those "
-            "of more than %d characters are refused",
+            "this tokenizer's steps do not tell where texts can be split: it reads them whole, and refuses "
+            "those of more than %d characters",
             LONGEST_PIECE,
         )
         return None

@@ -90,8 +90,6 @@ Side = Literal["left", "right"]
 
 # About the characters of a piece: tokenized within some milliseconds and a few megabytes.
 PIECE = 16_384
-# The beginning of a piece is searched backwards, in steps that grow from this.
-_STEP = 256
 # Texts are tokenized in parts of this size, which take some milliseconds.
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
 # A text to truncate is tokenized in steps of this many characters for each wanted token.
@@ -292,18 +290,31 @@ class TextTokenizer:
     def _piece_bounds(
         self, text: str, size: int, side: Side, param: str, name: object
     ) -> Iterator[tuple[int, int]]:
-        """Yields where a text's pieces begin and end, from the side that is kept when it is truncated."""
-        bounds = piece_bounds if side == "right" else piece_bounds_backwards
-        try:
-            yield from bounds(text, size, self._breaks)
-        except LongPieceError:
-            if self._breaks is None:
+        """Yields where pieces of about `size` characters begin and end, from the side that is kept when the
+        text is truncated."""
+        breaks, start, stop = self._breaks, 0, len(text)
+        while breaks is not None and stop - start > size:
+            if side == "right":
+                at = breaks.first(text, start + size, min(start + LONGEST_PIECE + 1, stop))
+            else:
+                at = breaks.late(text, max(0, stop - LONGEST_PIECE), stop - size)
+            if at is None:
+                break
+            if side == "right":
+                yield start, at
+                start = at
+            else:
+                yield at, stop
+                stop = at
+        if stop - start > LONGEST_PIECE:
+            if breaks is None:
                 wrong, remedy = "text", "this model's tokenizer takes no more at once; split the text"
             else:
                 wrong, remedy = "text without a break", "put spaces or line breaks into it"
             raise InvalidRequestError(
                 f"{name} holds more than {LONGEST_PIECE} characters of {wrong}; {remedy}", param
-            ) from None
+            )
+        yield start, stop
 
     def _encode_batch(
         self, texts: list[str], param: str, complete: bool = False, names: Iterable[object] = ()
@@ -319,51 +330,6 @@ class TextTokenizer:
                 f"{name} has half of a character, like \\ud83d alone; send whole characters, or leave it out",
                 param,
             ) from error
-
-
-class LongPieceError(Exception):
-    """Text without a break for more than `LONGEST_PIECE` characters."""
-
-
-def piece_bounds(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of pieces of about `size` characters, first to last."""
-    start = 0
-    while len(text) - start > size:
-        most = start + LONGEST_PIECE
-        stop = None if breaks is None else breaks.first(text, start + size, min(most + 1, len(text)))
-        if stop is None:
-            break
-        yield start, stop
-        start = stop
-    if len(text) - start > LONGEST_PIECE:
-        raise LongPieceError
-    yield start, len(text)
-
-
-def piece_bounds_backwards(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of pieces of about `size` characters, last to first."""
-    stop = len(text)
-    while stop > size:
-        start = None if breaks is None else _last_start(text, stop, size, breaks)
-        if start is None:
-            break
-        yield start, stop
-        stop = start
-    if stop > LONGEST_PIECE:
-        raise LongPieceError
-    yield 0, stop
-
-
-def _last_start(text: str, stop: int, size: int, breaks: Breaks) -> int | None:
-    upper, step = stop - size, _STEP
-    lowest = max(0, stop - LONGEST_PIECE)
-    while upper > lowest:
-        lower = max(lowest, upper - step)
-        start = breaks.first(text, lower, upper)
-        if start is not None:
-            return start
-        upper, step = lower, 2 * step
-    return None
 
 
 def is_broken(text: str) -> bool:

@@ -108,8 +108,8 @@ def test_text_without_breaks_is_refused_or_cut_off() -> None:
             tokenizer.encode(["a", text], "documents")
         with refused("text", rf"^text holds more than .*{remedy}$"):
             list(tokenizer.read(text, "text"))
-    for cut_into in (tokenization.piece_bounds, tokenization.piece_bounds_backwards):
-        assert list(cut_into(ENDLESS[1:], PIECE, None)) == [(0, LONGEST_PIECE)]
+        bounds = tokenizer._piece_bounds(ENDLESS[1:], PIECE, "left", "text", "text")
+        assert list(bounds) == [(0, LONGEST_PIECE)]
     expected = whole("bert", "word " * 500).tolist()
     for text, side in ((f"{'word ' * 1000}{ENDLESS}", "right"), (f"{ENDLESS}{' word' * 1000}", "left")):
         (tokens,) = text_tokenizer(bert).encode([text], "documents", 500, side)  # type: ignore[arg-type]
