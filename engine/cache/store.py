@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.embeddings import (
@@ -77,12 +77,7 @@ class FrequencySketch:
         return cells
 
 
-class Entry(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound="CachedEmbedding | CachedScore")
 
 # The share of the newest entries, so that they can be requested again before they compete with others.
 _WINDOW_SHARE = 0.01
@@ -459,15 +454,22 @@ _ENTRY_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class CachedScore:
-    """A document's score before any activation, and what it cost: tokens, truncated inputs, whether the
-    query was truncated, and windows."""
+class RunFacts:
+    """The cost of running a document: tokens, truncated inputs, whether the query was truncated, and
+    windows. If documents are run together, the first has the numbers of all."""
 
-    score: float
     tokens: int
     truncated: int
     query_truncated: bool
     windows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedScore:
+    """A document's score before any activation, and what it cost."""
+
+    score: float
+    facts: RunFacts
 
     @property
     def nbytes(self) -> int:

@@ -25,6 +25,7 @@ from maxsimd.engine.processors.pages import PageBuilder, page_builder
 from maxsimd.engine.processors.processor import (
     CachedScorePlan,
     FoundScores,
+    PlanValues,
     PrefixSharing,
     ProcessorContext,
     RequestIds,
@@ -44,7 +45,7 @@ from maxsimd.engine.processors.text.tokenization import (
     longest_first,
     truncate,
 )
-from maxsimd.engine.requests import Item, ScoreOptions, ScoreRequest, Value
+from maxsimd.engine.requests import Item, ScoreOptions, ScoreRequest
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.methods import Head
 from maxsimd.scheduler import JoinedTokens, Tokens, TokenSequence
@@ -101,13 +102,13 @@ class TokenizerPairBuilder:
             yield BuiltPair(windows, prefixes[query], truncated)
 
     def window_spans(
-        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+        self, request: ScoreRequest, index: int, query: FittedText, long_inputs: LongInputs
     ) -> list[Span]:
-        """Returns the characters of each window of a document beside a query; none if they are not known."""
+        """Returns the characters of each window of a document beside its query; none if they are unknown."""
         most, name = long_inputs.max_document_tokens, InputName("documents", index)
         text = request.document_texts[index]
         _, spans = self._tokenizer.encode_with_spans(text, "documents", most, long_inputs.side, name)
-        _, parts = self._parts(query_tokens, spans, name, long_inputs)
+        _, parts = self._parts(len(query.tokens), spans, name, long_inputs)
         return [extent(part.tokens) or (0, 0) for part in parts]
 
     def shortest_pair(self) -> int:
@@ -384,13 +385,9 @@ class TemplatePairBuilder:
         return at_one_end and not is_limited and long_inputs.truncates_as_usual and long_inputs.may_truncate
 
     def window_spans(
-        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+        self, request: ScoreRequest, index: int, query: FittedText, long_inputs: LongInputs
     ) -> list[Span]:
-        query = request.query_of(index)
-        most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
-        (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
-        fitted = long_inputs.within(encoded, InputName("queries", query))
-        framed = self._query(request, query, fitted, _SegmentHeads(self._tokenizer))
+        framed = self._query(request, request.query_of(index), query, _SegmentHeads(self._tokenizer))
         document = request.document_texts[index]
         name = InputName("documents", index)
         is_framed = framed.around is not None and self._is_framed(framed, document, name)
@@ -459,9 +456,9 @@ class PicturePairBuilder(TemplatePairBuilder):
             yield self._joined_pictures(read[query], document, request.instruction, *names)
 
     def window_spans(
-        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+        self, request: ScoreRequest, index: int, query: FittedText, long_inputs: LongInputs
     ) -> list[Span]:
-        return super().window_spans(_without_pictures(request), index, query_tokens, long_inputs)
+        return super().window_spans(_without_pictures(request), index, query, long_inputs)
 
     def _side(self, item: Item, name: InputName) -> _PictureSide:
         if isinstance(item, Content):
@@ -542,8 +539,8 @@ class ReadPairs:
     long_inputs: LongInputs
 
     def window_spans(self, pair: int) -> list[Span]:
-        query_tokens = len(self.queries[self.request.query_of(pair)].tokens)
-        return self.builder.window_spans(self.request, pair, query_tokens, self.long_inputs)
+        query = self.queries[self.request.query_of(pair)]
+        return self.builder.window_spans(self.request, pair, query, self.long_inputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -559,7 +556,7 @@ class CrossEncoderPlan(CachedScorePlan):
     def keeps_order(self) -> bool:
         return self.activation is None or keeps_order(self.activation)
 
-    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+    def raw_scores(self, values: PlanValues) -> Scores:
         scores = np.array(self.logits(values), dtype=np.float32)
         if self.num_values > len(self.facts):
             scores = np.maximum.reduceat(scores, self._first_values[:-1])
@@ -571,7 +568,7 @@ class CrossEncoderPlan(CachedScorePlan):
             scores = activate(scores[:, None], self.activation)[:, 0]
         return scores if self.normalization is None else self.normalization.apply(scores)
 
-    def logits(self, values: Sequence[Value | None]) -> Sequence[Value | None]:
+    def logits(self, values: PlanValues) -> PlanValues:
         """Returns one number for each value: of several labels' logits, that of the label that counts."""
         rows = [value for value in values if value is not None] if self.label is not None else []
         if self.label is None or not rows:
@@ -583,9 +580,7 @@ class CrossEncoderPlan(CachedScorePlan):
         first_values = self._first_values
         return [self.found.new[bisect_right(first_values, value) - 1] for value in values]
 
-    def explanations(
-        self, values: Sequence[Value | None], documents: Iterable[int]
-    ) -> dict[int, Explanation]:
+    def explanations(self, values: PlanValues, documents: Iterable[int]) -> dict[int, Explanation]:
         logits = self.logits(values)
         first_values = self._first_values
         pair_of = {document: pair for pair, document in enumerate(self.found.new)}
@@ -605,7 +600,7 @@ class CrossEncoderPlan(CachedScorePlan):
         """The first value of each document that is run, and the one after the last value."""
         return list(accumulate((one.windows for one in self.facts), initial=0))
 
-    def _explain(self, pair: int, logits: Sequence[Value | None]) -> Explanation | None:
+    def _explain(self, pair: int, logits: PlanValues) -> Explanation | None:
         """Explains a pair that was run, by the logits of its windows; None if one is missing."""
         if None in logits:
             return None

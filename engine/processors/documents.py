@@ -124,11 +124,10 @@ class CacheLookup:
 
     def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
         """Returns the embedding of each text, or the keys to cache it under. Counts hits and misses."""
-        find = self._drop if self._refresh else self._find
         found: list[CachedEmbedding | CacheKeys] = []
         for text in texts:
             yield_to_smaller()
-            found.append(find(text))
+            found.append(self._find(text))
         if not self._refresh:
             hits = sum([isinstance(entry, CachedEmbedding) for entry in found])
             self._cache.count(hits, len(found) - hits)
@@ -151,19 +150,16 @@ class CacheLookup:
 
     def _find(self, text: str) -> CachedEmbedding | CacheKeys:
         plain_key = self._key(text, _AS_IT_IS)
-        if self._long_inputs.max_document_tokens is None:
+        if self._long_inputs.max_document_tokens is None and not self._refresh:
             plain = self._cache.get(plain_key)
             if plain is not None and plain.tokens <= self._long_inputs.limit and self._is_plain(plain.tokens):
                 return plain
         keys = CacheKeys(plain_key, self._key(text, self._long_inputs.signature))
-        entry = self._cache.get(keys.as_requested)
-        return keys if entry is None else entry
-
-    def _drop(self, text: str) -> CacheKeys:
-        keys = CacheKeys(self._key(text, _AS_IT_IS), self._key(text, self._long_inputs.signature))
-        self._cache.drop(keys.plain)
-        self._cache.drop(keys.as_requested)
-        return keys
+        if self._refresh:
+            self._cache.drop(keys.plain)
+            self._cache.drop(keys.as_requested)
+            return keys
+        return self._cache.get(keys.as_requested) or keys
 
     def _key(self, text: str, how: str) -> bytes:
         return self._cache.key(text, how + self._owned)

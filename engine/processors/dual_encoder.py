@@ -28,6 +28,7 @@ from maxsimd.engine.processors.documents import (
 from maxsimd.engine.processors.pages import PageBuilder, maps_of, page_builder, patch_of
 from maxsimd.engine.processors.processor import (
     Plan,
+    PlanValues,
     PriorEncoding,
     Processor,
     ProcessorContext,
@@ -45,7 +46,7 @@ from maxsimd.engine.processors.text.builder import (
     shortest_text,
 )
 from maxsimd.engine.processors.text.tokenization import Origins, TextTokenizer
-from maxsimd.engine.requests import Item, ScoreRequest, Value, Values
+from maxsimd.engine.requests import Item, ScoreRequest, Values
 from maxsimd.engine.scoring.maxsim import EMPTY_DOCUMENT_SCORE
 from maxsimd.engine.scoring.scorer import EXPLAINED, CachedDocument, CachedDocuments, ScoringPrice
 from maxsimd.engine.scoring.similarity import matches_of, similarities_of
@@ -200,7 +201,7 @@ class DualEncoderPlan(ScorePlan):
     texts: "tuple[FieldTexts, FieldTexts] | None" = None
     is_mean: bool = False
 
-    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+    def raw_scores(self, values: PlanValues) -> Scores:
         if self.texts is not None:
             # Matches stand behind the score.
             values = [float(value.flat[0]) if isinstance(value, np.ndarray) else value for value in values]
@@ -227,9 +228,7 @@ class DualEncoderPlan(ScorePlan):
         document = self.documents.firsts[self._position_of(value)]
         return overflow_error(self.request, document, self.largest)
 
-    def explanations(
-        self, values: Sequence[Value | None], documents: Iterable[int]
-    ) -> dict[int, Explanation]:
+    def explanations(self, values: PlanValues, documents: Iterable[int]) -> dict[int, Explanation]:
         # Equal documents share one.
         of_position: dict[int, Explanation | None] = {}
         explained: dict[int, Explanation] = {}
@@ -255,7 +254,7 @@ class DualEncoderPlan(ScorePlan):
         """Returns which different document a value is of."""
         return bisect_right(self.first_values, value) - 1
 
-    def _explain(self, values: Sequence[Value | None], index: int) -> Explanation | None:
+    def _explain(self, values: PlanValues, index: int) -> Explanation | None:
         """Explains document `index` of the request; None if it has no score."""
         assert self.texts is not None
         _, of_documents = self.texts

@@ -14,6 +14,7 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.processors.processor import (
     CachedScorePlan,
+    PlanValues,
     ProcessorContext,
     RequestIds,
     RunFacts,
@@ -23,7 +24,7 @@ from maxsimd.engine.processors.processor import (
 )
 from maxsimd.engine.processors.text.builder import InputName, LongInputs, Room
 from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer
-from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
+from maxsimd.engine.requests import ScoreOptions, ScoreRequest
 from maxsimd.scheduler import Tokens, TokenSequence
 from maxsimd.scheduler.sequence import TokenIds
 
@@ -45,7 +46,7 @@ class ListwisePlan(CachedScorePlan):
     num_blocks: tuple[int, ...] = ()
     texts: Sequence["_Text"] = ()
 
-    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+    def raw_scores(self, values: PlanValues) -> Scores:
         blocks = iter(values)
         of_lists = [
             merge_blocks([np.asarray(next(blocks)) for _ in range(count)]) for count in self.num_blocks
@@ -61,9 +62,7 @@ class ListwisePlan(CachedScorePlan):
     def input_of(self, value: int) -> str:
         return "documents"
 
-    def explanations(
-        self, values: Sequence[Value | None], documents: Iterable[int]
-    ) -> dict[int, Explanation]:
+    def explanations(self, values: PlanValues, documents: Iterable[int]) -> dict[int, Explanation]:
         texts = ((document, self.texts[document]) for document in documents)
         return {document: Explanation(text.tokens, text.truncated, cached=False) for document, text in texts}
 

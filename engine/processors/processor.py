@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.cache.store import CachedScore, PairKeys, ScoreCache
+from maxsimd.engine.cache.store import CachedScore, PairKeys, RunFacts, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
@@ -45,6 +45,8 @@ MOST_EXPLAINED = 100_000
 
 # One score per document, float32; NaN for a document without one.
 Scores: TypeAlias = NDArray[np.float32]
+# The values of a plan, None for those that are missing.
+PlanValues: TypeAlias = Sequence[Value | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class ScorePlan(Plan):
     normalization: Normalization | None = None
 
     @abstractmethod
-    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+    def raw_scores(self, values: PlanValues) -> Scores:
         """Returns each document's score as the model computes it, NaN where a value is missing."""
 
     @abstractmethod
@@ -154,9 +156,7 @@ class ScorePlan(Plan):
         """Returns the documents whose scores depend on any of these values."""
 
     @abstractmethod
-    def explanations(
-        self, values: Sequence[Value | None], documents: Iterable[int]
-    ) -> dict[int, Explanation]:
+    def explanations(self, values: PlanValues, documents: Iterable[int]) -> dict[int, Explanation]:
         """Explains those of the `documents` that have a score, for requests with `explain`."""
 
     def explanation_size(self, documents: Iterable[int]) -> int:
@@ -175,7 +175,7 @@ class ScorePlan(Plan):
     def input_of(self, value: int) -> str:
         return f"documents[{self.documents_of([value])[0]}]"
 
-    def scores(self, values: Sequence[Value | None]) -> list[float]:
+    def scores(self, values: PlanValues) -> list[float]:
         """Returns the score of each document, NaN where values are missing."""
         scores: list[float] = self.final_scores(self.raw_scores(values)).tolist()
         return scores
@@ -211,7 +211,7 @@ class UnscoredPlan(ScorePlan):
     def of(cls, request: ScoreRequest, errors: Mapping[int, str] | None = None) -> Self:
         return cls(sequences=[], num_values=0, request=request, errors=errors or {})
 
-    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+    def raw_scores(self, values: PlanValues) -> Scores:
         return np.full(self.request.num_documents, np.nan, dtype=np.float32)
 
     def final_scores(self, raw: Scores) -> Scores:
@@ -220,9 +220,7 @@ class UnscoredPlan(ScorePlan):
     def documents_of(self, values: Collection[int]) -> Sequence[int]:
         return ()
 
-    def explanations(
-        self, values: Sequence[Value | None], documents: Iterable[int]
-    ) -> dict[int, Explanation]:
+    def explanations(self, values: PlanValues, documents: Iterable[int]) -> dict[int, Explanation]:
         return {}
 
 
@@ -248,7 +246,7 @@ class ReadablePlan(ScorePlan):
     def keeps_order(self) -> bool:
         return self.inner.keeps_order
 
-    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+    def raw_scores(self, values: PlanValues) -> Scores:
         return self._among_all(self.inner.raw_scores(values))
 
     def final_scores(self, raw: Scores) -> Scores:
@@ -260,9 +258,7 @@ class ReadablePlan(ScorePlan):
     def refusal_of(self, value: int) -> InvalidRequestError | None:
         return self.inner.refusal_of(value)
 
-    def explanations(
-        self, values: Sequence[Value | None], documents: Iterable[int]
-    ) -> dict[int, Explanation]:
+    def explanations(self, values: PlanValues, documents: Iterable[int]) -> dict[int, Explanation]:
         found = self.inner.explanations(values, self._readable(documents))
         return {self.positions[i]: explanation for i, explanation in found.items()}
 
@@ -283,17 +279,6 @@ class ReadablePlan(ScorePlan):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The cost of running a document: tokens, truncated inputs, whether the query was truncated, and
-    windows. If documents are run together, the first has the numbers of all."""
-
-    tokens: int
-    truncated: int
-    query_truncated: bool
-    windows: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundScores:
     """The documents of a request with cached scores, and those to run: `new`, in order. New scores go into
@@ -311,17 +296,17 @@ class FoundScores:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(entry.tokens for entry in self.cached.values())
+        return sum(entry.facts.tokens for entry in self.cached.values())
 
     @property
     def truncated_documents(self) -> int:
         """Counts documents truncated for cached scores; in lists, the queries too."""
-        return sum(entry.truncated for entry in self.cached.values())
+        return sum(entry.facts.truncated for entry in self.cached.values())
 
     def truncated_queries(self, request: ScoreRequest) -> int:
         """Counts queries truncated for cached scores, without those that are run again for new documents."""
         run_again = {request.query_of(i) for i in self.new}
-        queries = {request.query_of(i) for i, entry in self.cached.items() if entry.query_truncated}
+        queries = {request.query_of(i) for i, entry in self.cached.items() if entry.facts.query_truncated}
         return len(queries - run_again)
 
     def with_new(self, scores: Scores) -> Scores:
@@ -339,7 +324,7 @@ class FoundScores:
             return
         of_new = zip(self.keys, scores[self.new].tolist(), facts, strict=True)
         self.cache.put(
-            (key, CachedScore(score, one.tokens, one.truncated, one.query_truncated, one.windows))
+            (key, CachedScore(score, one))
             for key, score, one in of_new
             if key is not None and math.isfinite(score)
         )
@@ -347,7 +332,9 @@ class FoundScores:
     def explanation(self, document: int) -> Explanation | None:
         """Explains a document whose score is cached; None for another."""
         entry = self.cached.get(document)
-        return None if entry is None else Explanation(entry.tokens, bool(entry.truncated), cached=True)
+        if entry is None:
+            return None
+        return Explanation(entry.facts.tokens, bool(entry.facts.truncated), cached=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -373,7 +360,7 @@ def find_scores(cache: ScoreCache | None, request: ScoreRequest, together: bool)
         found = [None if key is None else next(entries) for key in keys]
     if request.explain:
         # The cache has only the best score of several windows, and no tokens of a joint run.
-        found = [None if entry is None or entry.windows > 1 or together else entry for entry in found]
+        found = [None if entry is None or entry.facts.windows > 1 or together else entry for entry in found]
     if together and None in found:
         found = [None] * len(keys)
     new = [i for i, entry in enumerate(found) if entry is None]

@@ -18,7 +18,14 @@ import torch
 from maxsimd.engine.cache import embeddings as cached
 from maxsimd.engine.cache import store as stores
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, MemoryStore, PairKeys, ScoreCache
+from maxsimd.engine.cache.store import (
+    CachedScore,
+    EmbeddingCache,
+    MemoryStore,
+    PairKeys,
+    RunFacts,
+    ScoreCache,
+)
 from maxsimd.engine.processors.processor import find_scores
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.pooling.ragged import Ragged
@@ -481,7 +488,7 @@ def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.Lo
             for number in range(1500):
                 if isinstance(cache, ScoreCache):
                     if cache.find([key(number)]) == [None]:
-                        cache.put([(key(number), CachedScore(0.0, 1, 0, False, 1))])
+                        cache.put([(key(number), CachedScore(0.0, RunFacts(1, 0, False, 1)))])
                 elif cache.get(key(number)) is None:
                     cache.put([(key(number), zeros(4))])
         (warning,) = warnings(caplog)
@@ -508,7 +515,7 @@ def test_scores_have_keys_of_their_texts_and_a_limit() -> None:
     texts = (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
     assert len({PairKeys(query, how).key(document) for query, document, how in texts}) == 4
     cache = ScoreCache(10 * 512)
-    cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False, 1)) for i in range(30))
+    cache.put((bytes([i]) * 32, CachedScore(float(i), RunFacts(1, 0, False, 1))) for i in range(30))
     assert (cache.entries, cache.memory_bytes, cache.evictions) == (10, 5120, 20)
     assert sum(entry is not None for entry in cache.find([bytes([i]) * 32 for i in range(30)])) == 10
     assert (cache.hits, cache.misses) == (10, 20)
