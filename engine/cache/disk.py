@@ -11,7 +11,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from maxsimd.engine.cache.embeddings import CachedEmbedding, Entries
+from maxsimd.pooling.ragged import runs
 
 log = logging.getLogger(__name__)
 
@@ -537,9 +538,12 @@ class DiskStore:
             yield key, entry
 
     def put(self, entries: Entries) -> None:
-        """Stores entries; the oldest are evicted for them."""
-        for portion in self._portions(entries):
-            self._database.write(partial(self._write, entries=portion))
+        """Stores entries, in portions, without those too large for the store; the oldest are evicted."""
+        largest = min(self.limit - _OVERHEAD, LARGEST - PAGE)
+        fitting = [each for each in entries if _most_bytes(each[1].nbytes) <= largest]
+        sizes = (_most_bytes(entry.nbytes) for _, entry in fitting)
+        for portion in runs(sizes, min(PORTION, self.limit // 4)):
+            self._database.write(partial(self._write, entries=fitting[portion]))
 
     def drop(self, key: bytes) -> None:
         self._database.write(partial(self._drop, key=key))
@@ -562,22 +566,6 @@ class DiskStore:
             self._count(connection)
         rows = connection.execute("SELECT data FROM entries WHERE key = ?", (key,)).fetchall()
         return [CachedEmbedding.from_bytes(key, _as_bytes(data)) for (data,) in rows]
-
-    def _portions(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> Iterator[Entries]:
-        """Yields portions to write at once. Entries too large for the store are left out."""
-        portion: Entries = []
-        size, most = 0, min(PORTION, self.limit // 4)
-        for key, entry in entries:
-            room = _most_bytes(entry.nbytes)
-            if room > min(self.limit - _OVERHEAD, LARGEST - PAGE):
-                continue
-            if portion and size + room > most:
-                yield portion
-                portion, size = [], 0
-            portion.append((key, entry))
-            size += room
-        if portion:
-            yield portion
 
     def _write(self, connection: sqlite3.Connection, entries: Entries) -> None:
         data = [(key, entry.to_bytes(key)) for key, entry in entries]

@@ -50,13 +50,9 @@ class Segments:
         """Allows all segments to be evicted until they are used again."""
         self._turn += 1
 
-    def of(self, rows: Indices) -> Indices:
-        segments: Indices = rows // self.size
-        return segments
-
     def touch(self, rows: Indices) -> None:
         """Marks the segments of rows as used in this turn."""
-        self._used[self.of(rows)] = self._turn
+        self._used[rows // self.size] = self._turn
 
     def reserve(self, lengths: Indices) -> tuple[Indices, list[int]]:
         """Returns each document's first row, `ABSENT` without room, and the segments evicted for them."""
@@ -229,7 +225,8 @@ class EmbeddingSlab:
     def _enter(self, keys: Sequence[bytes], starts: Indices, lengths: Indices) -> None:
         """Makes copied documents findable, and those that did not fit no longer."""
         packed = starts << _LENGTH_BITS | lengths
-        found = zip(keys, packed.tolist(), self._segments.of(starts).tolist(), strict=True)
+        segments = starts // self._segments.size
+        found = zip(keys, packed.tolist(), segments.tolist(), strict=True)
         for key, rows, segment in found:
             if rows < 0:
                 self._index.pop(key, None)
