@@ -224,12 +224,12 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
         raise PictureError(
             f"has {len(data):,} bytes, but may have {limits.file_bytes:,}; send a smaller file"
         )
-    pillow = _pillow()
+    image_module = pillow()
     _check_file(data, limits)
     try:
         if (still := still_webp(data, limits)) is not None:
             return _picture(still, None)
-        with pillow.open(_FewReads(data), formats=FORMATS) as image:
+        with image_module.open(_FewReads(data), formats=FORMATS) as image:
             limits.check_size(image.size)
             _check_at_once(image)
             box = image.tile[0][1] if image.format == "GIF" and image.tile else None
@@ -239,11 +239,11 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
             return _picture(image, box)
     except (PictureError, MemoryError):
         raise
-    except pillow.UnidentifiedImageError:
+    except image_module.UnidentifiedImageError:
         raise PictureError(
             f"is no picture that can be read; send {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         ) from None
-    except pillow.DecompressionBombError:
+    except image_module.DecompressionBombError:
         raise PictureError(f"has more than {limits.pixels:,} pixels; send a smaller picture") from None
     except Exception as error:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error and more for damaged files.
@@ -269,13 +269,9 @@ def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
         raise PictureError(f"cannot be read ({_in_short(error)})") from None
 
 
-def load_readers() -> None:
-    """Imports Pillow and its readers at load, so that no request waits for it. Raises ModuleNotFoundError."""
-    _pillow()
-
-
 @cache
-def _pillow() -> ModuleType:
+def pillow() -> ModuleType:
+    """Imports Pillow and its readers, at load so that no request waits. Raises ModuleNotFoundError."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -361,7 +357,7 @@ def _pillow_of_four(pixels: NDArray[np.uint8], mode: str) -> Any:
     Pillow keeps four bytes a pixel in both, and lets other threads run while it copies them."""
     height, width, _ = pixels.shape
     raw = "RGBA" if mode == "RGBA" else "RGBX"
-    image = _pillow().frombuffer(raw, (width, height), pixels, "raw", raw, 0, 1)
+    image = pillow().frombuffer(raw, (width, height), pixels, "raw", raw, 0, 1)
     return image if mode == "RGBA" else image.convert("RGB")
 
 
@@ -370,7 +366,7 @@ def _make_room(image: Any) -> None:
     not when it crops a larger picture from a smaller."""
     width, height = image.size
     if width * height > _STRIP_PIXELS and image.format in _READ_AT_ONCE:
-        image.im = _pillow().new(image.mode, (1, 1)).im.crop((0, 0, width, height))
+        image.im = pillow().new(image.mode, (1, 1)).im.crop((0, 0, width, height))
 
 
 def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.uint8]:
@@ -386,8 +382,7 @@ def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.ui
 def _in_rgb(image: Any) -> Any:
     if image.mode in _TRANSPARENT or "transparency" in image.info:
         image = image if image.mode == "RGBA" else image.convert("RGBA")
-        pillow = _pillow()
-        image = pillow.alpha_composite(pillow.new("RGBA", image.size, _WHITE), image)
+        image = pillow().alpha_composite(pillow().new("RGBA", image.size, _WHITE), image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

@@ -89,7 +89,7 @@ from maxsimd.engine.checkpoint.weights import (
 )
 from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.media import load_readers
+from maxsimd.engine.media import pillow
 from maxsimd.engine.models import registered  # noqa: F401 (transformers learns of our architectures)
 from maxsimd.engine.models.lfm2 import replace_short_convolutions
 
@@ -290,7 +290,7 @@ def _complete(
     backbone = parts["backbone"]
     encoders = [backbone]
     if vision := parts.get("vision"):
-        load_readers()
+        pillow()  # imported now, so that no request waits for it
         encoders += vision.modules
     for module in encoders:
         module.eval().requires_grad_(False)
