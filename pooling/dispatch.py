@@ -57,7 +57,7 @@ TOKENS = "token_embed"
 
 
 def pooling_method(name: str, head: Head) -> PoolingMethod:
-    """The method of that name, or of several names, with a head for what it pools."""
+    """Makes the method of a name, or of several joined names, with a head for the pooled rows."""
     if CONCATENATED in name:
         return ConcatenatedPool(head, [METHODS[each] for each in name.split(CONCATENATED)])
     return METHODS[name](head)

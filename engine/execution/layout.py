@@ -85,7 +85,7 @@ class Group(RowGroup):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedGroup(RowGroup):
-    """Causal sequences, each of which attends to the shared `prefix` and then to itself."""
+    """Causal sequences. Each attends to the shared `prefix`, then to itself."""
 
     prefix: PrefillKV
 

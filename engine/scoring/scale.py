@@ -117,16 +117,16 @@ class Calibration:
         """Raises OSError, and ValueError for a file that `write` did not write."""
         page = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(page, dict) or page.get("format") != _FORMAT:
-            raise ValueError("it is no file of maxsimd calibrate")
+            raise ValueError("it was not written by maxsimd calibrate")
         try:
             scores, probabilities = (
                 np.asarray(page[name], dtype=np.float64) for name in ("scores", "probabilities")
             )
             model, judged = str(page["model"]), int(page["judged"])
         except (KeyError, TypeError, ValueError):
-            raise ValueError("it lacks something, or holds no numbers") from None
+            raise ValueError("a field is missing, or does not hold numbers") from None
         if scores.ndim != 1 or scores.shape != probabilities.shape or not len(scores):
-            raise ValueError("it has not one probability a score")
+            raise ValueError("it does not have one probability for each score")
         rises = np.all(np.diff(scores) >= 0) and np.all(np.diff(probabilities) >= 0)
         if not rises or not 0 <= probabilities[0] <= probabilities[-1] <= 1:
             raise ValueError("its probabilities do not rise from 0 to 1 with the scores")
