@@ -124,7 +124,7 @@ class Calibration:
             )
             model, judged = str(page["model"]), int(page["judged"])
         except (KeyError, TypeError, ValueError):
-            raise ValueError("a field is missing, or does not hold numbers") from None
+            raise ValueError("it lacks a field, or one of them does not hold numbers") from None
         if scores.ndim != 1 or scores.shape != probabilities.shape or not len(scores):
             raise ValueError("it does not have one probability for each score")
         rises = np.all(np.diff(scores) >= 0) and np.all(np.diff(probabilities) >= 0)
