@@ -297,7 +297,7 @@ def _measure_maxsim(dry: bool) -> None:
     from maxsimd.bench.report import machine
 
     show_all(machine())
-    for package in ("triton", "transformers", "flash-maxsim", "late-interaction-kernels", "flash-attn"):
+    for package in ("triton", "transformers", "flash-maxsim", "late-interaction-kernels"):
         with suppress(importlib.metadata.PackageNotFoundError):
             show(package, importlib.metadata.version(package))
     device = torch.device("cpu" if dry else "cuda")

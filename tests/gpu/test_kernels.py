@@ -57,7 +57,7 @@ def test_documents_in_a_slab_score_as_their_embeddings(precision: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
-@pytest.mark.parametrize("name", ["varlen", "flash", "triton"])
+@pytest.mark.parametrize("name", ["varlen", "triton"])
 def test_attention_is_plain(family: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = getattr(cross_encoders, family)(tmp_path_factory.mktemp(family))
     device = torch.device("cuda")

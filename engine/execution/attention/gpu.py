@@ -1,13 +1,10 @@
-"""Packed attention on GPUs: by our Triton kernel, torch's variable-length attention, or flash-attn.
+"""Packed attention on GPUs: by our Triton kernel, or torch's variable-length attention.
 
-The libraries take whole sequences end to end. Prefill chunks, shared prefixes and whatever else a version
-lacks run by our kernel, and without Triton in plain torch."""
+Torch takes whole sequences end to end. Prefill chunks, shared prefixes and whatever else a version lacks run
+by our kernel, and without Triton in plain torch."""
 
 import functools
-import importlib
-import importlib.util
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,13 +197,6 @@ def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def is_flash_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether flash-attn is installed and runs on this device in this precision."""
-    if not is_nvidia(device) or dtype not in _PRECISIONS or importlib.util.find_spec("flash_attn") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class VarlenMetadata(TritonMetadata):
     """The first row of each whole sequence, `offsets` int32 [sequences + 1], and its visible keys,
@@ -216,7 +206,10 @@ class VarlenMetadata(TritonMetadata):
     key_lengths: torch.Tensor | None
 
 
-class _LibraryBackend(TritonBackend):
+class VarlenBackend(TritonBackend):
+    """Attention by torch's kernel, which may be captured in a CUDA graph."""
+
+    name = "varlen"
     supports_float32 = False
 
     def __init__(self, device: torch.device) -> None:
@@ -229,28 +222,15 @@ class _LibraryBackend(TritonBackend):
         return VarlenMetadata(layout, device, offsets, key_lengths)
 
     def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
-        options = self._options(qkv, metadata)
+        options = _varlen_options(qkv, metadata)
         if options is None:
             return super().full(qkv, metadata)
         offsets, longest = metadata.offsets, metadata.layout.longest
         # [rows, heads, head_dim] each, with the numbers of a head side by side
         rows = [x.transpose(0, 1) for x in (qkv.query, qkv.key, qkv.value)]
         close = [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
-        return self._call(*close, offsets, offsets, longest, longest, **options)
-
-    @abstractmethod
-    def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
-        """The keyword arguments of the library's function; None if it lacks something."""
-
-    @abstractmethod
-    def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        """The library's function: [rows, heads, head_dim]."""
-
-
-class VarlenBackend(_LibraryBackend):
-    """Attention by torch's kernel, which may be captured in a CUDA graph."""
-
-    name = "varlen"
+        out: torch.Tensor = _varlen_attn()(*close, offsets, offsets, longest, longest, **options)
+        return out
 
     def prepare_for_capture(self, tried: Any, size: CaptureSize) -> "StaticVarlen | None":
         # The kernel is launched for the longest possible sequence, ours for the blocks of a step: ours is
@@ -260,42 +240,24 @@ class VarlenBackend(_LibraryBackend):
             return None
         return StaticVarlen(tried, size, "seqused_k" in _parameters(_varlen_attn()))
 
-    def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
-        heads, _, head_dim = qkv.query.shape
-        causal, parameters = metadata.layout.causal, _parameters(_varlen_attn())
-        options: dict[str, Any] = {}
-        if qkv.window is not None or (causal and "is_causal" not in parameters):
-            options["window_size"] = _reach(causal, qkv.window)
-        elif causal:
-            options["is_causal"] = True
-        if qkv.scaling != head_dim**-0.5:
-            options["scale"] = qkv.scaling
-        if qkv.key.shape[0] != heads:
-            options["enable_gqa"] = True
-        if metadata.key_lengths is not None:
-            options["seqused_k"] = metadata.key_lengths
-        return options if options.keys() <= parameters else None
 
-    def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        out: torch.Tensor = _varlen_attn()(*arguments, **options)
-        return out
-
-
-class FlashBackend(_LibraryBackend):
-    """Attention by flash-attn's kernel, for sequences that see all of their keys."""
-
-    name = "flash"
-
-    def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
-        if metadata.key_lengths is not None:
-            return None
-        causal = metadata.layout.causal
-        return {"softmax_scale": qkv.scaling, "causal": causal, "window_size": _reach(causal, qkv.window)}
-
-    def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        function = importlib.import_module("flash_attn").flash_attn_varlen_func
-        out: torch.Tensor = function(*arguments, **options)
-        return out
+def _varlen_options(qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
+    """The keyword arguments of torch's function; None if its version lacks something."""
+    heads, _, head_dim = qkv.query.shape
+    causal, parameters = metadata.layout.causal, _parameters(_varlen_attn())
+    options: dict[str, Any] = {}
+    if qkv.window is not None or (causal and "is_causal" not in parameters):
+        reach = -1 if qkv.window is None else qkv.window - 1  # positions, or -1 for no limit
+        options["window_size"] = (reach, 0 if causal else reach)
+    elif causal:
+        options["is_causal"] = True
+    if qkv.scaling != head_dim**-0.5:
+        options["scale"] = qkv.scaling
+    if qkv.key.shape[0] != heads:
+        options["enable_gqa"] = True
+    if metadata.key_lengths is not None:
+        options["seqused_k"] = metadata.key_lengths
+    return options if options.keys() <= parameters else None
 
 
 class StaticVarlen(StaticBlocks):
@@ -347,9 +309,3 @@ def _offsets(layout: Layout, sequences: int) -> NDArray[np.int32]:
 
 def _key_lengths(layout: Layout) -> NDArray[np.int32]:
     return layout.whole_sequences[:, 2].astype(np.int32)
-
-
-def _reach(causal: bool, window: int | None) -> tuple[int, int]:
-    """The positions back and ahead that a token sees; -1 for no limit."""
-    reach = -1 if window is None else window - 1
-    return (reach, 0) if causal else (reach, reach)

@@ -13,13 +13,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.backend import AttentionBackend, GroupedBackend, OneByOneBackend
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
-from maxsimd.engine.execution.attention.gpu import (
-    FlashBackend,
-    TritonBackend,
-    VarlenBackend,
-    is_flash_available,
-    is_varlen_available,
-)
+from maxsimd.engine.execution.attention.gpu import TritonBackend, VarlenBackend, is_varlen_available
 from maxsimd.engine.execution.devices import dtype_name, milliseconds_in_turns_on_cuda
 from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, PrefillKV, SharedGroup
 from maxsimd.engine.execution.relative import has_relative_positions
@@ -33,7 +27,7 @@ log = logging.getLogger(__name__)
 def choose_attention(
     name: str, model: LoadedModel, device: torch.device, dtype: torch.dtype, compiled: bool
 ) -> AttentionBackend:
-    """The backend for a name: auto, varlen, flash, triton or torch.
+    """The backend for a name: auto, varlen, triton or torch.
 
     `auto` takes the fastest that agrees with plain torch on random sequences, and warns of those that do not.
     `compiled` allows the compiled kernels. Raises ModelLoadError for a name that cannot run here."""
@@ -82,8 +76,6 @@ def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[
         found["triton"] = TritonBackend
     if is_varlen_available(device, dtype):
         found["varlen"] = lambda: VarlenBackend(device)
-    if is_flash_available(device, dtype):
-        found["flash"] = lambda: FlashBackend(device)
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import BertConfig, Gemma3nTextConfig
 
-from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.store import MemoryStore
@@ -24,13 +24,14 @@ from maxsimd.engine.device.shared import DeviceLostError, SharedDevice
 from maxsimd.engine.execution import cuda_graphs, devices
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend, OneByOneBackend
-from maxsimd.engine.execution.attention.gpu import FlashBackend, VarlenBackend
+from maxsimd.engine.execution.attention.gpu import VarlenBackend
 from maxsimd.engine.execution.attention.select import LENGTHS, find_mismatch
 from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import make_samples, random_sequences
 from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.processors.processor import PrefixSharing
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.engine.scoring.scorer import record_arrival
 from maxsimd.pooling.ragged import Ragged
@@ -145,27 +146,9 @@ def test_the_fastest_right_attention_is_chosen(
 
 
 def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel) -> None:
-    for name in ("varlen", "flash", "triton"):
+    for name in ("varlen", "triton"):
         with pytest.raises(ModelLoadError, match=f"by {name} cannot run on this cpu in float32"):
             choice.choose_attention(name, model, CPU, torch.float32, False)
-
-
-def test_flash_attention_is_called_rightly(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def flash(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: Any, softmax_scale: float, causal: bool,
-        window_size: tuple[int, int],
-    ) -> torch.Tensor:  # fmt: skip
-        calls.append(causal)
-        assert causal == (window_size[1] == 0)
-        options = {"scale": softmax_scale, "window_size": window_size, "enable_gqa": q.shape[1] != k.shape[1]}
-        return plain_varlen(q, k, v, *offsets, **options)  # type: ignore[arg-type]
-
-    package = SimpleNamespace(flash_attn_varlen_func=flash)
-    monkeypatch.setattr("importlib.import_module", lambda name: package)
-    assert find_mismatch(FlashBackend(CPU), model, CPU, torch.float32) is None
-    assert calls == [model.causal], "key lengths of their own are left to another backend"
 
 
 def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,10 +232,25 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
         assert max(x.rows for x in sizes_for(most.rows, most.sequences, most.longest)) == min(tokens, 16_384)
 
 
-def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
+async def test_graphs_and_shared_prefixes_know_the_steps(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def sped_up(runner: PackedRunner, *given: Any) -> GraphedRunner:
+        sizes.append(given[-1].rows)
+        graphed = GraphedRunner(runner, CPU)
+        graphed.launch_tokens = 7
+        return graphed
+
+    monkeypatch.setattr(load, "_sped_up", sped_up)
     for configured, tokens in ((None, 2_048), (100, 100)):
         config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
-        assert load.prepare(load_model(config, CPU), config, CPU).step_tokens == tokens
+        async with Engine(config) as engine:
+            running: Any = engine._running
+            assert sizes.pop() == running.facts.step_tokens == tokens
+            sharing = running.processors.scores._context.sharing
+            assert sharing == (PrefixSharing(launch_tokens=7) if model.causal else None)
 
 
 @pytest.fixture
