@@ -39,11 +39,9 @@ class ServerConfig:
     models_dir: str | None = _processes(
         None, "Folder of models that admin keys may load and unload while the server runs", metavar="FOLDER"
     )
-    api_key: tuple[str, ...] = _security(
-        (), "Key that clients must send; repeatable", metavar="KEY", is_usual=True
-    )
+    api_key: tuple[str, ...] = _security((), "Key that clients must send; repeatable", metavar="KEY")
     api_key_file: str | None = _security(
-        None, "File of keys, one a line with its tenant's limits; read again after a change", metavar="FILE"
+        None, "File of keys, one a line; read again after a change", metavar="FILE", is_usual=True
     )
     cors_origin: tuple[str, ...] = _security(
         (), "Origin whose pages may use the server, or * for all; repeatable", metavar="ORIGIN"
@@ -59,7 +57,7 @@ class ServerConfig:
         None, "Folder from which requests may read pictures as file:///...", metavar="FOLDER"
     )
     long_documents: Literal["truncate", "window", "error"] = _server(
-        "truncate", "Long texts: truncate, window or error", metavar="ACTION", is_usual=True
+        "truncate", "truncate, window or error", metavar="ACTION", is_usual=True
     )
     accept_token_ids: bool = _server(False, "Accept token ids in place of texts, from this model's tokenizer")
     strict_fields: bool = _server(False, "Refuse requests with unknown fields instead of warning")

@@ -113,7 +113,7 @@ class Loading:
             await asyncio.wait({start, signaled}, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             seconds += _TICK_SECONDS
             if not start.done() and seconds % _TOLD_EVERY == 0:
-                log.info("loading the model, %.0f s so far", seconds)
+                log.info("still loading")
         signaled.cancel()
         return start
 
@@ -209,12 +209,13 @@ async def run_server(
         door.state.draining = True
         await _first_of(engine.until_dead(), stop.drained())
         await _finish_requests(door, stop.deadline)
-        return status
     finally:
         # Unfinished requests have had their grace.
         await engine.stop(grace=0)
         await door.close()
         stop.done()
+    log.info("stopped")
+    return status
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,4 +305,3 @@ async def _finish_requests(door: _HttpServer, deadline: float) -> None:
     except TimeoutError:
         log.warning("%d requests did not finish in time and got a 503", door.state.end_requests())
         await asyncio.wait({asyncio.create_task(door.connections.until_quiet())}, timeout=_LEAVING_SECONDS)
-    log.info("all requests are finished")

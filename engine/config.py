@@ -129,9 +129,10 @@ class EngineConfig:
     score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder", "sparse", "hybrid"] = (
         option(
             "auto",
-            "Scoring: auto, late-interaction, cross-encoder, bi-encoder, sparse or hybrid (bge-m3)",
+            "auto, late-interaction, cross-encoder, bi-encoder, sparse or hybrid (bge-m3)",
             group="model",
             metavar="TYPE",
+            is_usual=True,
         )
     )
     hybrid_weights: str | None = option(
@@ -155,7 +156,7 @@ class EngineConfig:
         None, "Longest sequence, in tokens", group="model", by_default="the model's", is_usual=True
     )
     max_batch_tokens: int | None = option(
-        None, "Tokens in a step", group="performance", by_default="CPU 2048, GPU 16384", is_usual=True
+        None, "Tokens in a step", group="performance", by_default="CPU 2048, GPU 16384"
     )
     max_batch_sequences: int = option(512, "Most sequences in a step", within="limit")
     max_queued_tokens: int = option(

@@ -97,7 +97,7 @@ long_documents_option = click.option(
     metavar="ACTION",
     default="truncate",
     show_default=True,
-    help="Long texts: truncate, window or error",
+    help="truncate, window or error",
 )
 field_option = click.option(
     "--field",

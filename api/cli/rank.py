@@ -130,7 +130,7 @@ _options = combined(
 def rerank(top_n: int | None, **values: Any) -> None:
     """Rank the documents of a file for a query.
 
-    Ctrl-C prints the documents scored so far. --resume continues with the same --out."""
+    Ctrl-C prints what is scored so far. --resume continues with the same --out."""
     _run(values, sys.maxsize if top_n is None else top_n)
 
 
@@ -139,7 +139,7 @@ def rerank(top_n: int | None, **values: Any) -> None:
 def score(**values: Any) -> None:
     """Score the documents of a file for a query, in their order.
 
-    Ctrl-C prints the documents scored so far. --resume continues with the same --out."""
+    Ctrl-C prints what is scored so far. --resume continues with the same --out."""
     _run(values, None)
 
 

@@ -118,7 +118,7 @@ async def test_a_server_listens_until_drained(
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
     assert f"{server.url}/" in messages
-    assert messages[-1] == "all requests are finished"
+    assert messages[-1] == "stopped"
 
 
 async def test_a_dead_engine_ends_it(caplog: pytest.LogCaptureFixture, bert_cross_encoder: str) -> None:
