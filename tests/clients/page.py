@@ -18,8 +18,8 @@ CURL = "curl"
 
 _SECONDS = 120
 _SUFFIXES = {"python": ".py", "js": ".mjs", "sh": ".sh"}
-# A comment names the client, and the block of code is on the lines below.
-_EXAMPLE = re.compile(r"^<!-- client: (\w+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A comment names the client, and the block of code is on the lines below. It may continue the block before.
+_EXAMPLE = re.compile(r"^<!-- client: (\w+)(, continued)? -->\n```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,10 @@ class Example:
 
 def examples(client: str | None = None, page: Path = PAGE) -> list[Example]:
     """Those of one client, or of all for None, in the page's order."""
-    text = page.read_text(encoding="utf-8")
-    found = [
-        Example(match[1], match[2], match[3], text.count("\n", 0, match.start(3)) + 1)
-        for match in _EXAMPLE.finditer(text)
-    ]
+    text, found = page.read_text(encoding="utf-8"), list[Example]()
+    for match in _EXAMPLE.finditer(text):
+        code = (found[-1].code if match[2] else "") + match[4]
+        found.append(Example(match[1], match[3], code, text.count("\n", 0, match.start(4)) + 1))
     return [example for example in found if client in (None, example.client)]
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxsimd.bench.checkpoints import save_cross_encoder
+from tests.clients.page import RAG
 from tests.server.conftest import starter
 
 # The models that clients ask for, since some take no other names.
@@ -19,13 +20,13 @@ _PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "warning")
 
 @contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Five servers by the environment variables of their base URLs: three kinds of score, two models as in
+    """Five servers by the environment variables of their base URLs: three kinds of score, the two models of
     docs/rag.md, and one that lets the key `limited` send 20 requests a minute."""
     names = [part for name in MODELS for part in ("--served-model-name", name)]
     with tempfile.TemporaryDirectory() as temporary, contextmanager(starter)(Path(temporary)) as start:
         cross_encoder = save_cross_encoder(Path(temporary) / "cross-encoder")
         two = Path(temporary) / "models.yaml"
-        two.write_text(f"models:\n  embed: {{score_type: bi-encoder}}\n  rerank: {cross_encoder}\n")
+        two.write_text(RAG.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0])
         keys = Path(temporary) / "keys.txt"
         keys.write_text("limited requests_per_minute=20\n")
         kinds = {
