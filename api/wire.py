@@ -183,9 +183,7 @@ class Scoring(Common, kw_only=True):
         about("Instruction, for models that take one. Default: the model's.", "Find passages that answer."),
     ] = None
     # The same as SGLang and DashScope call it.
-    instruct: Annotated[str | None, about("Another name of `instruction`.", "Find passages that answer.")] = (
-        None
-    )
+    instruct: Annotated[str | None, about("Alias of `instruction`.", "Find passages that answer.")] = None
     window_overlap: Annotated[
         NotNegative | None,
         about("Tokens that two windows of a long document share. Default: the server's.", 64),

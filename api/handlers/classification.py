@@ -23,7 +23,7 @@ _STEEP = 80.0
 
 
 class ClassifyRequest(wire.Common, kw_only=True):
-    """vLLM's; Infinity's has `raw_scores`, which its client always sends."""
+    """For vLLM, or for Infinity with `raw_scores`, which its client always sends."""
 
     input: wire.Texts
     use_activation: Annotated[

@@ -110,7 +110,7 @@ class EmbeddingsRequest(wire.Common, kw_only=True):
     dimensions: Annotated[
         wire.NotNegative | None, about("Length of the vectors; 0: the model's. Default: the model's.", 128)
     ] = None
-    output_dimension: Annotated[wire.Positive | None, about("Voyage's name of `dimensions`.", 128)] = None
+    output_dimension: Annotated[wire.Positive | None, about("Voyage's name for `dimensions`.", 128)] = None
     encoding_format: Annotated[
         Literal["float", "base64", "safetensors"] | None,
         about("Lists, base64, or one file of all vectors. Default: float.", "float"),
@@ -118,12 +118,12 @@ class EmbeddingsRequest(wire.Common, kw_only=True):
     embed_dtype: Annotated[
         wire.Name | None, about(f"Number format: {', '.join(NUMBERS)}. Default: float32.", "float16")
     ] = None
-    output_dtype: Annotated[wire.Name | None, about("Voyage's name of `embed_dtype`.", "float")] = None
+    output_dtype: Annotated[wire.Name | None, about("Voyage's name for `embed_dtype`.", "float")] = None
     embedding_type: Annotated[
-        wire.Name | list[wire.Name] | None, about("Jina's name of `embed_dtype`; takes base64 too.", "float")
+        wire.Name | list[wire.Name] | None, about("Jina's name for `embed_dtype`; takes base64 too.", "float")
     ] = None
     input_type: wire.InputType = None
-    task: Annotated[wire.Name | None, about("Jina's name of `input_type`.", "retrieval.passage")] = None
+    task: Annotated[wire.Name | None, about("Jina's name for `input_type`.", "retrieval.passage")] = None
     prompt_name: wire.PromptName = None
     truncation: wire.VoyageTruncation = None
     modality: Annotated[

@@ -16,12 +16,12 @@ _JSON = "application/json"
 _REFERENCES = "#/components/schemas/{name}"
 _ABOUT = (
     "Scores documents for queries: late interaction, cross-encoders, bi-encoders, sparse and listwise "
-    "models. Answers name the request's fields that are not read in `warnings`. Null counts as left out."
+    "models. The answer's `warnings` name fields that were not read. A field that is null counts as left out."
 )
 _GROUPS = {
-    Group.RANK: "Jina's, Cohere's, Voyage's and vLLM's shapes, by the fields of the request.",
-    Group.EMBED: "OpenAI's, Jina's, Voyage's and vLLM's shapes.",
-    Group.CLASSIFY: "vLLM's and Infinity's shapes.",
+    Group.RANK: "In the shapes of Jina, Cohere, Voyage and vLLM; the request's fields decide.",
+    Group.EMBED: "In the shapes of OpenAI, Jina, Voyage and vLLM.",
+    Group.CLASSIFY: "In the shapes of vLLM and Infinity.",
     Group.TOKENS: "How the model reads a text.",
     Group.TEI: "Routes for clients of text-embeddings-inference and Hugging Face.",
     Group.COHERE: "Routes for Cohere's clients, beside /v2/rerank.",
@@ -161,7 +161,7 @@ def _operation(route: Route, schema_of: Callable[..., Page], is_open: bool) -> P
         "responses": {str(route.status): answer, "default": error},
     }
     if is_open:
-        operation["responses"]["503"] = {**answer, "description": "Not now."}
+        operation["responses"]["503"] = {**answer, "description": "The server cannot take requests now."}
         operation["security"] = [{}]
     if route.kinds:
         body = {"schema": schema_of(*route.kinds), "example": route.shown.example}

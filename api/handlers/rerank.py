@@ -54,11 +54,11 @@ class ScoreRequest(wire.Scoring, kw_only=True):
 
     queries: Annotated[wire.Contents | None, about("A query, or one for each document.", wire.QUERY)] = None
     documents: wire.Documents | None = None
-    items: Annotated[wire.Contents | None, about("Another name of `documents`.", wire.DOCUMENTS)] = None
-    text_1: Annotated[wire.Contents | None, about("vLLM's name of `queries`.", wire.QUERY)] = None
-    text_2: Annotated[wire.Contents | None, about("vLLM's name of `documents`.", wire.DOCUMENTS)] = None
-    data_1: Annotated[wire.Contents | None, about("vLLM's newer name of `queries`.", wire.QUERY)] = None
-    data_2: Annotated[wire.Contents | None, about("vLLM's newer name of `documents`.", wire.DOCUMENTS)] = None
+    items: Annotated[wire.Contents | None, about("Alias of `documents`.", wire.DOCUMENTS)] = None
+    text_1: Annotated[wire.Contents | None, about("vLLM's name for `queries`.", wire.QUERY)] = None
+    text_2: Annotated[wire.Contents | None, about("vLLM's name for `documents`.", wire.DOCUMENTS)] = None
+    data_1: Annotated[wire.Contents | None, about("vLLM's new name for `queries`.", wire.QUERY)] = None
+    data_2: Annotated[wire.Contents | None, about("vLLM's new name for `documents`.", wire.DOCUMENTS)] = None
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -96,16 +96,16 @@ ReturnDocuments = Annotated[
 
 
 class RerankRequest(wire.Scoring, kw_only=True):
-    """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`. Voyage's has
-    `top_k` or `truncation`, which others do not have. With a `cascade` several models rank."""
+    """For Jina, Cohere and vLLM with `documents`, text-embeddings-inference with `texts`, and Voyage with
+    `top_k` or `truncation`. With a `cascade`, several models rank."""
 
     query: wire.Query
     documents: wire.Documents | None = None
     texts: Annotated[
-        list[str] | None, about("text-embeddings-inference's name of `documents`.", wire.DOCUMENTS)
+        list[str] | None, about("text-embeddings-inference's name for `documents`.", wire.DOCUMENTS)
     ] = None
     top_n: wire.TopN = None
-    top_k: Annotated[wire.NotNegative | None, about("Voyage's name of `top_n`.", 3)] = None
+    top_k: Annotated[wire.NotNegative | None, about("Voyage's name for `top_n`.", 3)] = None
     truncation: wire.VoyageTruncation = None
     return_documents: ReturnDocuments = None
     return_text: Annotated[

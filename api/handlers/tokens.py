@@ -24,7 +24,7 @@ class TokenizeRequest(RequestBody, kw_only=True):
 
     model: ModelField = None
     text: Annotated[str | None, about("Text of up to 2 million characters.", QUERY)] = None
-    prompt: Annotated[str | None, about("vLLM's name of `text`.", QUERY)] = None
+    prompt: Annotated[str | None, about("vLLM's name for `text`.", QUERY)] = None
     inputs: Annotated[str | list[str] | None, about("text-embeddings-inference's texts.", [QUERY])] = None
     add_special_tokens: Annotated[
         bool | None, about("Add the model's special tokens. Default: true.", True)

@@ -133,7 +133,7 @@ class MultimodalRequest(msgspec.Struct, kw_only=True):
         Literal["float", "base64"] | None, about("Lists, or base64. Default: float.", "base64")
     ] = None
     output_encoding: Annotated[
-        Literal["base64"] | None, about("Older name of `encoding_format`.", "base64")
+        Literal["base64"] | None, about("Older name for `encoding_format`.", "base64")
     ] = None
 
 

@@ -28,7 +28,7 @@ class RerankingRequest(rerank.RerankRequest, kw_only=True):
     """mixedbread's with `input`, llama.cpp's with `documents`, and text-embeddings-inference's with `texts`,
     which llama.cpp takes too."""
 
-    input: Annotated[wire.Contents | None, about("mixedbread's name of `documents`.", wire.DOCUMENTS)] = None
+    input: Annotated[wire.Contents | None, about("mixedbread's name for `documents`.", wire.DOCUMENTS)] = None
     return_input: Annotated[bool | None, about("mixedbread's `return_documents`. Default: false.", True)] = (
         None
     )
