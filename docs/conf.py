@@ -31,7 +31,7 @@ autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_class_signature = "mixed"
 
 html_theme = "furo"
-html_title = "maxsimd"
+html_title = f"maxsimd {version}"
 html_favicon = "images/favicon.svg"
 html_show_sphinx = False
 html_copy_source = False
