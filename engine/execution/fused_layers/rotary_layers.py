@@ -146,8 +146,21 @@ def _kernel_weight(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
 
 
-# Two modules in turn are the first product of a feed-forward, and its activation in another launch.
-_Wide: TypeAlias = GeluLinear | nn.Sequential | Gated
+class PlainWide(nn.Module):
+    """The first product of a feed-forward, and its activation in another launch, unless the product computes
+    it: with the names of BERT's, where `compile_layers` sees to that."""
+
+    def __init__(self, dense: nn.Linear, activation: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.intermediate_act_fn = dense, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to [rows, inner]."""
+        made: torch.Tensor = self.intermediate_act_fn(self.dense(x))
+        return made
+
+
+_Wide: TypeAlias = GeluLinear | PlainWide | Gated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,24 +281,26 @@ class FusedRotaryLayer(nn.Module):
         return given
 
     def compiled(self) -> RotaryLayer:
-        """The layer for a call that runs several. Raises ValueError if it is not made of packed products with
-        a gate, or has norms on both sides."""
-        products = (self.qkv, self.out, self.down)
-        packed = [each.product for each in products if isinstance(each, CompiledLinear) and not each.gelu]
-        if len(packed) < len(products) or not isinstance(self.wide, CompiledGated):
-            raise ValueError("its products are not packed, or its feed-forward has no gate")
-        if self.is_normed_before and self.is_normed_after:
-            raise ValueError("it has norms on both sides")
-        norms = (self.before_attention, self.before_feed_forward)
-        if self.is_normed_after:
-            norms = (self.after_attention, self.after_feed_forward)
-        (qkv, out, down), (of_attention, of_feed_forward) = packed, norms
+        """The layer for a call that runs several. Raises ValueError if it is not made of packed products,
+        with a gate or exact GELU in the feed-forward."""
+        wide: Any = self.wide
+        gate = wide.activation if isinstance(wide, CompiledGated) else None
+        if isinstance(wide, PlainWide) and type(wide.intermediate_act_fn) is nn.Identity:
+            wide = wide.dense
+        others = [each for each in (self.qkv, self.out, self.down) if isinstance(each, CompiledLinear)]
+        is_packed = len(others) == 3 and not any(each.gelu for each in others)
+        if not is_packed or not (gate or (isinstance(wide, CompiledLinear) and wide.gelu)):
+            raise ValueError("its products are not packed, or its activation is another")
+        qkv, out, down = (each.product for each in others)
+
+        def norms_of(*modules: Any) -> Any:
+            return tuple(None if each is None else each.compiled() for each in modules)
+
         return RotaryLayer(
-            *(qkv, out, self.wide.product, down, self.wide.activation),
-            None if of_attention is None else of_attention.compiled(),
-            of_feed_forward.compiled(),
-            self.is_normed_after,
-            None if self.q_norm is None else (self.q_norm.compiled(), self.k_norm.compiled()),
+            *(qkv, out, wide.product, down, gate),
+            norms_of(self.before_attention, self.before_feed_forward) if self.is_normed_before else None,
+            norms_of(self.after_attention, self.after_feed_forward) if self.is_normed_after else None,
+            None if self.q_norm is None else norms_of(self.q_norm, self.k_norm),
             self.heads,
             self.head_dim,
             self.scaling,
@@ -413,7 +428,7 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
     made = sum(linear.out_features for linear in up)
     if made == inner and len(up) == 1 and activation is not None:
         product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
-        return product if product is not None and product.joined else nn.Sequential(up[0], activation)
+        return product if product is not None and product.joined else PlainWide(up[0], activation)
     name = _activation_name(activation)
     return Gated(joined_linear(up), name) if made == 2 * inner and name is not None else None
 

@@ -11,8 +11,8 @@ from maxsimd.engine.ops.cpu.library import address, check_float32, kernels
 from maxsimd.engine.ops.cpu.linear import HEAD_UNIT, Product, aligned_workspace
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
 
-# The number of the first gate among the kernel's activations.
-_FIRST_GATE = 2
+# Numbers of activations in the kernel: GELU, then gates in the order of ACTIVATIONS.
+_GELU, _FIRST_GATE = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,18 +28,18 @@ class RowNorm:
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryLayer:
     """A layer: `qkv` makes queries, keys and values, heads of each side by side; `out` follows attention;
-    `wide` and `down` are the feed-forward, the first with its gate in the order of `gated_order`. Norms stand
-    before attention (or None) and feed-forward; with `norms_after`, after the sums, centered and with a bias.
-    `head_norms` are those of queries and keys. `heads` counts queries, and keys and values."""
+    `wide` and `down` are the feed-forward, the first with a gate in the order of `gated_order`, or with exact
+    GELU if there is no `gate`. Norms of attention and feed-forward stand `before` them, `after` them, or on
+    both sides; if `after` alone, they are of the sums, centered and with a bias. `head_norms` are those of
+    queries and keys. `heads` counts queries, and keys and values."""
 
     qkv: Product
     out: Product
     wide: Product
     down: Product
-    activation: Activation
-    attention_norm: RowNorm | None
-    feed_forward_norm: RowNorm
-    norms_after: bool
+    gate: Activation | None
+    before: tuple[RowNorm | None, RowNorm] | None
+    after: tuple[RowNorm, RowNorm] | None
     head_norms: tuple[RowNorm, RowNorm] | None
     heads: tuple[int, int]
     head_dim: int
@@ -51,6 +51,11 @@ class RotaryLayer:
         return self.qkv, self.out, self.wide, self.down
 
     @property
+    def norms(self) -> tuple[RowNorm | None, ...]:
+        """Those before attention and feed-forward, then those after them."""
+        return (*(self.before or (None, None)), *(self.after or (None, None)))
+
+    @property
     def shape(self) -> tuple[float | int, ...]:
         """What must be the same in all layers. Raises ValueError for products and norms that do not fit
         together or that the kernel does not take."""
@@ -58,7 +63,7 @@ class RotaryLayer:
         expected = [
             (hidden, (queries + 2 * keys) * self.head_dim),
             (queries * self.head_dim, hidden),
-            (hidden, 2 * inner),
+            (hidden, inner if self.gate is None else 2 * inner),
             (inner, hidden),
         ]
         if [(each.weights.inputs, each.weights.columns) for each in self.products] != expected:
@@ -69,12 +74,13 @@ class RotaryLayer:
             raise ValueError("weights in blocks are multiplied layer by layer")
         for each in self.products:
             check_float32(each.weights.columns, each.bias)
-        norms = (self.attention_norm, self.feed_forward_norm)
-        for norm in norms:
-            if norm is not None:
-                check_float32(hidden, norm.weight, norm.bias)
-            if self.norms_after and (norm is None or not norm.is_centered or norm.bias is None):
-                raise ValueError("norms after the sums must be layer norms with a bias")
+        for row_norm in self.norms:
+            if row_norm is not None:
+                check_float32(hidden, row_norm.weight, row_norm.bias)
+        if self.before is None and not all(
+            each.is_centered and each.bias is not None for each in self.after or ()
+        ):
+            raise ValueError("norms of sums must be layer norms with a bias")
         for norm in self.head_norms or ():
             check_float32(self.head_dim, norm.weight)
         return hidden, inner, queries, keys, self.head_dim, self.scaling
@@ -83,16 +89,15 @@ class RotaryLayer:
     def addresses(self) -> list[int]:
         """The layer as `maxsimd_rotary_layers` reads it."""
         row = [number for product in self.products for number in product.addresses]
-        row.append(_FIRST_GATE + ACTIVATIONS.index(self.activation))
-        for norm in (self.attention_norm, self.feed_forward_norm):
+        row.append(_GELU if self.gate is None else _FIRST_GATE + ACTIVATIONS.index(self.gate))
+        for norm in self.norms:
             row += [0, 0, 0] if norm is None else [address(norm.weight), address(norm.bias), norm.is_centered]
-        query, key = self.head_norms or (None, None)
-        row += [self.norms_after, *(0 if norm is None else address(norm.weight) for norm in (query, key))]
+        row += [0, 0] if self.head_norms is None else [address(norm.weight) for norm in self.head_norms]
         return [*row, self.window or 0]
 
     @property
     def epsilons(self) -> list[float]:
-        norms = (self.attention_norm, self.feed_forward_norm, self.head_norms and self.head_norms[0])
+        norms = (*self.norms, self.head_norms and self.head_norms[0])
         return [0.0 if norm is None else norm.epsilon for norm in norms]
 
 

@@ -295,17 +295,20 @@ struct LayerNorm {
     int64_t weight, bias, centered;
 };
 
-// A layer with rotary positions as the caller's table has it. Norms stand before the parts; or, `after` their sums, they
-// are layer norms. The wide product has a gate. Norms of heads may be null.
+// A layer with rotary positions as the caller's table has it: norms stand before the parts, on both sides of them, or,
+// as layer norms, after the sums. Norms of heads may be null.
 struct RotaryLayer {
     Product qkv, out, wide, down;
     int64_t activation;
-    LayerNorm attention, feed_forward;
-    int64_t after, query_norm, key_norm, window;
+    LayerNorm before_attention, before_feed_forward, after_attention, after_feed_forward;
+    int64_t query_norm, key_norm, window;
+
+    bool is_normed_before() const { return before_feed_forward.weight; }
+    bool is_normed_after() const { return after_feed_forward.weight; }
 };
 
 struct RotaryEpsilons {
-    float attention, feed_forward, heads;
+    float before_attention, before_feed_forward, after_attention, after_feed_forward, heads;
 };
 
 // Rows of a step between products of these layers.
@@ -385,9 +388,9 @@ class RotaryThread : Worker<Number> {
     // The queries, keys and values that a layer makes of its input.
     void prepare(const RotaryLayer* layer, const Block& block) {
         const Value* input = step_.hidden + block.first * size_;
-        if (!layer->after && layer->attention.weight) {
+        if (layer->before_attention.weight) {
             Value* normed = at_.normed + block.scratch * size_;
-            normalise_rows(layer->attention, epsilons(layer).attention, block, input, normed);
+            normalise_rows(layer->before_attention, epsilons(layer).before_attention, block, input, normed);
             input = normed;
         }
         Value* qkv = at_.qkv + block.first * layer->qkv.columns;
@@ -415,27 +418,45 @@ class RotaryThread : Worker<Number> {
     void complete(const RotaryLayer* layer, const Stretch& next, const Block& block) {
         Value *hidden = step_.hidden + block.first * size_, *summed = at_.summed + block.scratch * size_,
               *normed = at_.normed + block.scratch * size_, *wide = at_.wide + block.scratch * layer->down.inputs;
-        const Value *attended = at_.attended + block.first * layer->out.inputs, *input = summed;
-        const auto after = [&](const Value* residual, const LayerNorm& norm, float epsilon) {
-            typename Worker<Number>::After made;
-            if (layer->after)
-                made.norm = {residual, size_, (const float*)norm.weight, (const float*)norm.bias, epsilon};
-            else
-                made.added = residual;
-            return made;
-        };
-        multiply(layer->out, layer->wide.stretch(), block, attended, summed,
-                 after(hidden, layer->attention, epsilons(layer).attention));
-        wait_for_others(block);
-        if (!layer->after) {
-            normalise_rows(layer->feed_forward, epsilons(layer).feed_forward, block, summed, normed);
+        const Value* attended = at_.attended + block.first * layer->out.inputs;
+        multiply_and_add(layer->out, layer->wide.stretch(), block, attended, hidden, layer, layer->after_attention,
+                         epsilons(layer).after_attention, normed, summed);
+        const Value* input = summed;
+        if (layer->is_normed_before()) {
+            normalise_rows(layer->before_feed_forward, epsilons(layer).before_feed_forward, block, summed, normed);
             input = normed;
         }
         multiply(layer->wide, layer->down.stretch(), block, input, wide, {(Activation)layer->activation});
         wait_for_others(block);
-        multiply(layer->down, next, block, wide, hidden,
-                 after(summed, layer->feed_forward, epsilons(layer).feed_forward));
+        multiply_and_add(layer->down, next, block, wide, summed, layer, layer->after_feed_forward,
+                         epsilons(layer).after_feed_forward, normed, hidden);
+    }
+
+    // The sum of a product, with its norm, and the residual; or the norm of their sum. `normed` is scratch memory.
+    void multiply_and_add(const Product& product, const Stretch& next, const Block& block, const Value* x,
+                          const Value* residual, const RotaryLayer* layer, const LayerNorm& norm, float epsilon,
+                          Value* normed, Value* out) {
+        if (!layer->is_normed_before()) {
+            multiply(product, next, block, x, out,
+                     {Activation::NONE,
+                      nullptr,
+                      {residual, size_, (const float*)norm.weight, (const float*)norm.bias, epsilon}});
+        } else if (!layer->is_normed_after()) {
+            multiply(product, next, block, x, out, {Activation::NONE, residual});
+        } else {
+            multiply(product, next, block, x, normed);
+            wait_for_others(block);
+            normalise_rows(norm, epsilon, block, normed, normed);
+            each_row(block, [&](int64_t row) { add(normed + row * size_, residual + row * size_, out + row * size_); });
+        }
         wait_for_others(block);
+    }
+
+    void add(const Value* x, const Value* y, Value* out) const {
+        for (int64_t i = 0; i < size_; i += LANES) {
+            const __mmask16 mask = first_lanes(size_ - i);
+            store(out + i, mask, _mm512_add_ps(load(x + i, mask), load(y + i, mask)));
+        }
     }
 
     void normalise_rows(const LayerNorm& norm, float epsilon, const Block& block, const Value* x, Value* out) {
@@ -517,10 +538,10 @@ int64_t maxsimd_rotary_layers_workspace(const void* layers, int64_t rows) {
     return buffers.divide(nullptr, rows, *(const maxsimd::RotaryLayer*)layers);
 }
 
-// As above, for layers with rotary positions. `layers` is [layer_count][39]: four products as above, of queries, keys and
-// values together, after attention, and the two of the feed-forward, the first with its gate; the activation; of the norms
-// of attention and feed-forward the addresses of weight and bias, and whether they are centered; whether norms stand after
-// the sums; the addresses of the norms of queries and keys; the window. `epsilons` is [layer_count][3], `angles`
+// As above, for layers with rotary positions. `layers` is [layer_count][44]: four products as above, of queries, keys and
+// values together, after attention, and the two of the feed-forward; the activation of the first of these; of the norms
+// before attention and feed-forward, then of those after them, the addresses of weight and bias, and whether they are
+// centered; the addresses of the norms of queries and keys; the window. `epsilons` is [layer_count][5], `angles`
 // [layer_count][2]: the addresses of cosines and sines [rows][head_dim], in numbers of hidden's kind.
 void maxsimd_rotary_layers(int kind, const void* layers, const void* epsilons, const void* angles, int64_t layer_count,
                            int64_t heads, int64_t key_heads, int64_t head_dim, float scale, int causal, void* hidden,

@@ -151,7 +151,8 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
         (cross_encoders.modernbert, "bfloat16", "none"), (cross_encoders.modernbert, "bfloat16", "int8"),
         (cross_encoders.qwen3, "float32", "none"), (cross_encoders.qwen3, "bfloat16", "int8"),
         (cross_encoders.gemma, "bfloat16", "none"), (gte.multilingual, "bfloat16", "none"),
-        (bi_encoders.nomic, "float32", "none"),
+        (bi_encoders.nomic, "float32", "none"), (bi_encoders.jina_v3, "bfloat16", "none"),
+        (bi_encoders.embeddinggemma, "bfloat16", "none"), (bi_encoders.embeddinggemma, "float32", "none"),
     ],
 )  # fmt: skip
 def test_steps_give_the_bits_of_the_model_layer_by_layer(
