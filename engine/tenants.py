@@ -38,8 +38,7 @@ class Bucket:
         self._seen = max(now, self._seen)
 
     def change_rate(self, per_minute: int, now: float) -> None:
-        self._level = min(self._filled(now), per_minute)
-        self._seen = max(now, self._seen)
+        self.charge(0, now)
         self.per_minute = per_minute
 
     def _filled(self, now: float) -> float:

@@ -34,7 +34,6 @@ from maxsimd.engine.workers import run_in_thread_if_large
 # Bytes of a number in an answer, as text and while it is made; and of a label.
 _BYTES_A_NUMBER, _BYTES_A_LABEL = 24, 160
 _SHORTEST = 1e-12
-NORMALIZES_ANYWAY = "{} false has no effect: the model's own last layer normalizes; leave it out"
 _SAFETENSORS = "application/vnd.safetensors"
 # binary packs eight bits, 1 for numbers above 0, in a signed byte; ubinary in an unsigned one.
 Numbers = Literal["float32", "float16", "bfloat16", "int8", "binary", "ubinary"]
@@ -415,18 +414,13 @@ async def _vectors(
         of_vectors += ["dimensions", "output_dimension", "input_type", "prompt_name"]
     unread = [reading.UnreadField(name, None) for name in of_vectors if getattr(body, name)]
     state = state.warning_about(unread, f"task {task}")
-    facts = state.engine.facts
+    must_scale, vain = scaling(state, body.normalized if task == "embed" else None, "normalized")
     result = await _run(state, body, inputs, task)
     given = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     size = sum(each.size for each in given)
-    warnings = reading.warnings_of(result.truncated, state.field_warnings, body)
-    normalizes = "embed" in facts.normalized
-    is_asked = body.normalized is not None and task == "embed" and "embed" in facts.dims
-    if is_asked and normalizes and not body.normalized:
-        warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
+    warnings = [*(reading.warnings_of(result.truncated, state.field_warnings, body) or ()), *vain] or UNSET
 
     def vectors() -> Any:
-        must_scale = is_asked and body.normalized and not normalizes
         return in_unit_length(cast("Array", given)) if must_scale else given
 
     made_by = result.encoding if isinstance(result, EmbedResult) else None
@@ -487,6 +481,16 @@ async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inpu
         return await engine.embed(inputs, **options, **_one_vector_options(state, body, len(inputs)))
     most = most_vectors(state, dimensions)
     return await engine.embed_tokens(inputs, **options, max_tokens=most, return_tokens=False)
+
+
+def scaling(state: ServerState, wanted: bool | None, name: str) -> tuple[bool, list[str]]:
+    """Whether vectors must be scaled to length 1, and a warning if the model does that although the request's
+    field `name` says not to."""
+    facts = state.engine.facts
+    normalizes = "embed" in facts.normalized
+    message = f"{name} false has no effect: the model's own last layer normalizes; leave it out"
+    warnings = [message] if normalizes and wanted is False else []
+    return bool(wanted) and "embed" in facts.dims and not normalizes, warnings
 
 
 def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:

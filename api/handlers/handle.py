@@ -66,15 +66,6 @@ def description(models_are_changed: bool = False) -> bytes:
     return openapi_page((*_ALL, *more, *PAGE_ROUTES), OPEN_ROUTES)
 
 
-def _works_by_path(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
-    """The work for each path and method."""
-    works: dict[str, dict[str, Work]] = {}
-    for route in (route for group in groups for route in group):
-        for method in route.methods:
-            works.setdefault(route.path, {})[method] = route.work
-    return works
-
-
 # Load balancers send no key.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # Pages hold no data of the model, and ask for the key themselves.
@@ -95,8 +86,11 @@ _ALL = (
     get("/openapi.json", openapi, dict[str, Any], shown=Shown(Group.OPERATE, "OpenAPI description")),
 )
 
-ROUTES = _works_by_path(_ALL, PAGE_ROUTES)
-_CHANGES = _works_by_path(operating.CHANGE_ROUTES)[operating.MODEL_PATH]
+# The work for each path and method.
+ROUTES: dict[str, dict[str, Work]] = {}
+for _route in (*_ALL, *PAGE_ROUTES):
+    ROUTES.setdefault(_route.path, {}).update(dict.fromkeys(_route.methods, _route.work))
+_CHANGES = {method: route.work for route in operating.CHANGE_ROUTES for method in route.methods}
 METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 
@@ -151,7 +145,7 @@ async def handle(
         state.metrics.note_request(label, answer.status, seconds)
         if state.tracing is not None:
             state.tracing.note(method, label, answer, seconds, request_id, headers)
-        level = logging.DEBUG if method == "GET" else logging.INFO
+        level = logging.DEBUG if method in ("GET", "HEAD") else logging.INFO
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
         why, ms = f" why={answer.reason}" if answer.reason else "", seconds * 1e3

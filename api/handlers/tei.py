@@ -135,21 +135,17 @@ async def _run(
 
 async def embed(state: ServerState, body: TeiEmbedRequest, inputs: reading.Inputs) -> Answer:
     """A vector for each text, of length 1 unless `normalize` is false and the model does not normalize."""
-    facts = state.engine.facts
+    # Haystack's client always sends `normalize`, so this is no error.
+    must_scale, vain = embeddings.scaling(state, body.normalize is not False, "normalize")
     embeddings.check_embeddings(state, len(inputs), body.dimensions)
     headers, result = await _run(state, body, inputs, state.engine.embed, dimensions=body.dimensions)
-    stay_as_they_are = "embed" in facts.normalized or "embed" not in facts.dims or body.normalize is False
 
     def build(warnings: wire.Warnings) -> Any:
-        rows = result.embeddings if stay_as_they_are else embeddings.in_unit_length(result.embeddings)
+        rows = embeddings.in_unit_length(result.embeddings) if must_scale else result.embeddings
         return [embeddings.encode_rows(row) for row in rows]
 
-    # Haystack's client always sends it, so this is no error.
-    is_vain = "embed" in facts.normalized and body.normalize is False
-    more_warnings = [embeddings.NORMALIZES_ANYWAY.format("normalize")] if is_vain else []
-    return await answer_of(
-        state, body, result, build, result.embeddings.size, tei=headers, more_warnings=more_warnings
-    )
+    size = result.embeddings.size
+    return await answer_of(state, body, result, build, size, tei=headers, more_warnings=vain)
 
 
 async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: reading.Inputs) -> Answer:

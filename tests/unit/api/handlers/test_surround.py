@@ -122,7 +122,7 @@ async def test_every_request_is_logged_and_counted(caller: Caller, lines: pytest
         ("POST", "/rerank", b"{", 400, logging.INFO, " why=BadRequestError"),
         ("POST", "/rerank", no_documents, 400, logging.INFO, " why=BadRequestError:documents"),
         ("DELETE", "/cache", b"", 204, logging.INFO, ""),
-        ("GET", "/health", b"", 200, logging.DEBUG, ""),
+        ("HEAD", "/health", b"", 200, logging.DEBUG, ""),
         ("GET", "/nope", b"", 404, logging.DEBUG, " why=NotFoundError"),
     ):
         lines.clear()
