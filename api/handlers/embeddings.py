@@ -349,6 +349,7 @@ def input_type_of(value: str | None, param: str = "input_type") -> EngineInputTy
 
 def _number_format_of(request: EmbeddingsRequest) -> Numbers:
     """The number format of vectors, whichever field names it."""
+    found: dict[str, Numbers] = {}
     for param in ("embed_dtype", "output_dtype", "embedding_type"):
         given = getattr(request, param)
         names = given if isinstance(given, list) else [given]
@@ -362,8 +363,10 @@ def _number_format_of(request: EmbeddingsRequest) -> Numbers:
                 raise InvalidRequestError(
                     f"{param} {name!r} is not known; use float or one of {', '.join(NUMBERS)}", param
                 )
-            return cast("Numbers", numbers)
-    return "float32"
+            found[param] = cast("Numbers", numbers)
+    if len({*found.values()}) > 1:
+        raise InvalidRequestError(f"{' and '.join(found)} say different things; leave out one", [*found][-1])
+    return next(iter(found.values()), "float32")
 
 
 def encoding_of(request: EmbeddingsRequest) -> Muvera | None:
