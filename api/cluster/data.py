@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 import warnings
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -20,7 +19,6 @@ from maxsimd.engine import (
     EngineConfig,
     EngineDeadError,
     InvalidRequestError,
-    QueueFullError,
     RequestFailedError,
     RequestTimeoutError,
     RequestTooLargeError,
@@ -152,8 +150,6 @@ Embedded: TypeAlias = tuple[NDArray[np.float32] | None, str | None, int]
 
 # Errors of a single row.
 ROW_ERRORS = (InvalidRequestError, RequestFailedError, RequestTimeoutError, RequestTooLargeError)
-# The engine has rows of about this many characters, with so many added for each text: enough for many steps.
-_CHARACTERS, _TEXT = 2_000_000, 64
 # Exit status of an actor whose engine has died.
 _DEAD = 70
 
@@ -168,9 +164,9 @@ class RowEngine:
 
         from maxsimd.engine import Engine
 
-        self._engine = Engine(config)
+        # Rows wait until the engine has room for them.
+        self._engine = Engine(replace(config, max_wait_seconds=None))
         self._loop = uvloop.new_event_loop()
-        self._room = _Room(_CHARACTERS)
         self._thread = threading.Thread(target=self._loop.run_forever, name="maxsimd-rows", daemon=True)
         self._thread.start()
         self._wait(self._engine.start())
@@ -208,13 +204,8 @@ class RowEngine:
         # A listwise model scores documents together: all or none.
         is_listwise = self._engine.model.score_type is ScoreType.LISTWISE
         reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
-
-        async def ask() -> Any:
-            return await self._engine.score(row.query, texts, priority="batch", **reported, **options)
-
-        size = len(row.query) + sum(map(len, texts)) + _TEXT * len(texts)
         try:
-            result = await self._admitted(size, ask)
+            result = await self._engine.score(row.query, texts, priority="batch", **reported, **options)
         except ROW_ERRORS as error:
             return row.refused(str(error))
         errors |= {indexes[i]: reason for i, reason in result.errors.items()}
@@ -224,27 +215,11 @@ class RowEngine:
     async def _embed(self, text: Any, method: str, options: dict[str, Any]) -> Embedded:
         if not isinstance(text, str):
             return None, f"text is no text but {type(text).__name__}", 0
-
-        async def ask() -> Any:
-            return await getattr(self._engine, method)([text], priority="batch", **options)
-
         try:
-            result = await self._admitted(len(text) + _TEXT, ask)
+            result = await getattr(self._engine, method)([text], priority="batch", **options)
         except ROW_ERRORS as error:
             return None, str(error), 0
         return result.embeddings[0], None, result.usage.prompt_tokens
-
-    async def _admitted(self, size: int, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks the engine once there is room for `size` characters, and again while it is full."""
-        await self._room.enter(size)
-        try:
-            while True:
-                try:
-                    return await ask()
-                except QueueFullError as error:
-                    await asyncio.sleep(error.retry_after)
-        finally:
-            self._room.leave(size)
 
     def _wait_for_all(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """All results in order; an error cancels the others. Ends an actor's process when its engine has
@@ -267,35 +242,6 @@ class RowEngine:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-class _Room:
-    """Admits in order while less than `characters` are inside. For one event loop."""
-
-    def __init__(self, characters: int) -> None:
-        self._free = characters
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
-
-    async def enter(self, characters: int) -> None:
-        if not self._waiting and self._free > 0:
-            self._free -= characters
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, characters))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.leave(characters)
-            raise
-
-    def leave(self, characters: int) -> None:
-        self._free += characters
-        while self._waiting and self._free > 0:
-            turn, waiting = self._waiting.popleft()
-            if not turn.done():
-                self._free -= waiting
-                turn.set_result(None)
 
 
 def _is_actor() -> bool:
