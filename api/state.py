@@ -218,8 +218,8 @@ class FleetView(Protocol):
     def secret(self) -> bytes:
         """The secret that only this server's fronts know."""
 
-    async def metrics(self, own: bytes) -> bytes:
-        """Extends this process's page of /metrics to the whole server's."""
+    async def metrics(self) -> bytes:
+        """The whole server's page of /metrics."""
 
 
 # A server serves one model, by engines in this process or in others, or several models.

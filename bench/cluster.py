@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ class AnywhereSpreader(Spreader):
     """Sends each document to a scorer at random."""
 
     async def run(self, job: Job, least_tokens: int) -> None:
-        drawn = np.random.default_rng().integers(0, 2**64, len(job.digests), dtype=np.uint64)
-        await super().run(replace(job, digests=drawn), least_tokens)
+        job.digests = np.random.default_rng().integers(0, 2**64, len(job.digests), dtype=np.uint64)
+        await super().run(job, least_tokens)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The engine's metrics and statistics. Each engine has a registry, so that several can share a process."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,6 +112,24 @@ class EngineMetrics(Collector):
         )
         for name, help, value in sizes:
             yield GaugeMetricFamily(f"maxsimd_cache_{name}", help, value=value)
+
+
+class MergedMetrics(Collector):
+    """The metrics of several engines or processes. `parts` gives each one's own labels and metrics."""
+
+    def __init__(self, parts: Callable[[], Iterable[tuple[dict[str, str], Iterable[Metric]]]]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for labels, metrics in self._parts():
+            for metric in metrics:
+                if metric.name not in merged:
+                    merged[metric.name] = Metric(metric.name, metric.documentation, metric.type)
+                merged[metric.name].samples.extend(
+                    sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples
+                )
+        return merged.values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

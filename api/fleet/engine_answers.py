@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any, cast
 
 import msgspec
-from prometheus_client import generate_latest
 
 from maxsimd import __version__
 from maxsimd.api.fleet import messages as wire
@@ -65,9 +64,7 @@ class EngineAnswers:
                 return await self._score(question, send)
             case wire.EncodeQuery():
                 query: Any = received_item(question.query)
-                return wire.EncodedQuery(
-                    sent_query(await engine.encode_query(query, **_options("encode_query", question)))
-                )
+                return sent_query(await engine.encode_query(query, **_options("encode_query", question)))
             case wire.Rank():
                 return await self._rank(question)
             case wire.Embed():
@@ -84,7 +81,7 @@ class EngineAnswers:
             case wire.SetTenants():
                 engine.set_tenants(question.tenants)
             case wire.ShowMetrics():
-                return wire.Metrics(generate_latest(engine.metrics.registry))
+                return wire.Metrics.of(engine.metrics.registry)
             case wire.Introduce():
                 return self._introduction
         return wire.Done()
@@ -119,7 +116,7 @@ class EngineAnswers:
             ranked.timings,
             _explained(ranked.results),
         )
-        return wire.Ranked(result, [one.index for one in ranked.results])
+        return wire.Scored(result, [one.index for one in ranked.results])
 
 
 def _explained(documents: Sequence[RankedDocument]) -> dict[int, Explanation]:

@@ -2,17 +2,12 @@
 
 import asyncio
 import logging
-import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, TypeVar, Unpack, cast
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from maxsimd.api.answer import ApiError
@@ -20,20 +15,13 @@ from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet.link import Address, Door, Link, LostError, Send
 from maxsimd.api.fleet.roster import Connected, Listed, ReplacedError, Roster, Served
-from maxsimd.api.fleet.spread import (
-    EmbedJob,
-    Job,
-    ScoreJob,
-    Spreader,
-    num_characters,
-    run_of,
-)
+from maxsimd.api.fleet.spread import EmbedJob, Job, RankJob, ScoreJob, Spreader, WholeJob, run_of, size_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS, DocumentStream
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.metrics import EngineStats
+from maxsimd.engine.metrics import EngineStats, MergedMetrics
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,
@@ -45,7 +33,6 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     TokenEmbedResult,
-    Usage,
     as_inputs,
     as_scored,
     check_task,
@@ -83,10 +70,10 @@ class FleetStream(DocumentStream):
         self._documents: Sequence[Item] = ()
 
     async def _score_all(self) -> ScoreResult:
-        scored = ScoreJob(self._engine.facts, *self._request)
+        scored = ScoreJob(self._engine.facts, *self._request, self._arrived)
         self._documents = scored.documents
         try:
-            await self._engine._run(scored.job(self._arrived), scored.most_tokens)
+            await self._engine._run(scored)
         except ReplacedError:  # what has been given cannot be taken back
             raise EngineNotReadyError("another model has taken over; ask again") from None
         result = await run_in_thread_if_large(len(scored.documents), scored.result)
@@ -250,11 +237,14 @@ class FleetEngine:
     async def conversation(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, bool]:
-        flags = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        answer = cast("wire.Conversation", await self._whole(wire.Converse(messages=list(messages), **flags)))
+        question = wire.Converse(
+            messages=list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        job = WholeJob(sum(len(each["content"]) for each in messages), None, lambda left: question)
+        await self._run_whole(job)
+        answer = cast("wire.Conversation", job.answer)
         return answer.text, answer.is_complete
 
     async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult:
@@ -262,7 +252,7 @@ class FleetEngine:
 
         async def scored_by_one_kind(left: float | None) -> ScoreResult:
             scored = ScoreJob(self.facts, queries, documents, {**complete, "timeout": left})
-            await self._run(scored.job(), scored.most_tokens)
+            await self._run(scored)
             return await run_in_thread_if_large(len(scored.documents), scored.result)
 
         return await _until_not_replaced(scored_by_one_kind, complete["timeout"])
@@ -292,19 +282,12 @@ class FleetEngine:
         self, query: Any, documents: Any, top_n: int | None, threshold: float | None, options: ScoreOptions
     ) -> RerankResult:
         """One engine ranks and explains only what it returns."""
-        scored = ScoreJob(self.facts, query, documents, options)
-        none = ScoreResult([], Usage(0), 0, tuple(range(len(scored.documents))))
-        answers: list[wire.Answer] = [wire.Ranked(none, [])]
-
-        def question(indices: NDArray[np.int64], left: float | None) -> wire.Question:
-            return wire.Rank(score=scored.question(indices, left), top_n=top_n, score_threshold=threshold)
-
-        job = replace(scored.job(), question=question, commit=lambda _, answer: answers.append(answer))
+        job = RankJob(self.facts, query, documents, options, top_n, threshold)
         await self._run_whole(job)
-        ranked = cast("wire.Ranked", answers[-1])
+        ranked = job.answer
         result = ranked.result
         documents = [
-            RankedDocument(i, score, scored.documents[i], result.explanations.get(i))
+            RankedDocument(i, score, job.documents[i], result.explanations.get(i))
             for i, score in zip(ranked.indices, result.scores, strict=True)
         ]
         return _reranked(documents, result)
@@ -314,28 +297,26 @@ class FleetEngine:
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
         check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.dims)
-        if options.get("late_chunking") or options.get("chunks") is not None:
-            # All texts are one document, which one engine reads.
-            return cast("wire.Embedded", await self._embed_whole("embed", texts, options)).result
         given = as_inputs(texts, self.facts.reads_pictures)
 
         async def embedded_by_one_kind(left: float | None) -> EmbedResult:
             embedding = EmbedJob(given, {**options, "timeout": left})
-            await self._run(embedding.job(), embedding.most_tokens)
-            return await run_in_thread_if_large(len(embedding.texts), embedding.result)
+            await self._run(embedding)
+            return cast("EmbedResult", await run_in_thread_if_large(len(given), embedding.result))
 
         return await _until_not_replaced(embedded_by_one_kind, options.get("timeout"))
 
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
-        return cast("wire.EmbeddedTokens", await self._embed_whole("token_embed", texts, options)).result
+        return cast("TokenEmbedResult", await self._embed_whole("token_embed", texts, options))
 
     async def embed_sparse(self, texts: Any, **options: Any) -> SparseEmbedResult:
-        return cast("wire.EmbeddedSparse", await self._embed_whole("sparse_embed", texts, options)).result
+        return cast("SparseEmbedResult", await self._embed_whole("sparse_embed", texts, options))
 
-    async def _embed_whole(self, task: wire.EmbedTask, texts: Any, options: dict[str, Any]) -> wire.Answer:
+    async def _embed_whole(self, task: wire.EmbedTask, texts: Any, options: dict[str, Any]) -> Any:
         check_task(task, self.facts.dims)
-        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
-        return await self._whole(embedding.question_of_all(task), options.get("timeout"))
+        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options, task)
+        await self._run_whole(embedding)
+        return embedding.result()
 
     async def classify(
         self,
@@ -346,39 +327,30 @@ class FleetEngine:
         **options: Any,
     ) -> ClassifyResult:
         check_task("classify", self.facts.dims)
-        question = wire.Classify(
-            texts=wire.sent_inputs(as_inputs(texts, takes_pictures=False)),
-            text_pairs=None if text_pairs is None else list(text_pairs),
-            run=run_of(options, options.get("timeout")),
-            use_activation=use_activation,
-        )
-        return cast("wire.Classified", await self._whole(question, options.get("timeout"))).result
+        inputs = as_inputs(texts, takes_pictures=False)
+        pairs = None if text_pairs is None else list(text_pairs)
 
-    async def _run(self, job: Job, most_tokens: int) -> None:
+        def ask(left: float | None) -> wire.Classify:
+            sent, run = wire.sent_inputs(inputs), run_of(options, left)
+            return wire.Classify(texts=sent, text_pairs=pairs, run=run, use_activation=use_activation)
+
+        job = WholeJob(sum(map(size_of, inputs)), options.get("timeout"), ask)
+        await self._run_whole(job)
+        return cast("wire.Classified", job.answer).result
+
+    async def _run(self, job: Job) -> None:
         """Spreads a request. One that may be too large goes to one engine whole, which refuses it."""
-        if most_tokens > self.config.max_request_tokens:
-            job = replace(job, split=Split.NEVER)
+        if job.most_tokens > self.config.max_request_tokens:
+            job.split = Split.NEVER
         # A request of at most one step is not split.
         await self._spreader.run(job, self.facts.step_tokens)
 
-    async def _whole(
-        self, question: wire.Converse | wire.Classify | wire.Embed, timeout: float | None = None
-    ) -> wire.Answer:
-        """One engine's answer."""
-        answers: list[wire.Answer] = []
-
-        def asked(indices: NDArray[np.int64], left: float | None) -> wire.Question:
-            if isinstance(question, wire.Converse):
-                return question
-            return msgspec.structs.replace(question, run=msgspec.structs.replace(question.run, timeout=left))
-
-        size = num_characters(question)
-        await self._run_whole(Job.of_one(size, timeout, asked, lambda _, answer: answers.append(answer)))
-        return answers[0]
-
     async def _run_whole(self, job: Job) -> None:
+        """Has one engine answer."""
+
         async def run(left: float | None) -> None:
-            await self._spreader.run(replace(job, timeout=left), self.facts.step_tokens)
+            job.timeout = left
+            await self._run(job)
 
         await _until_not_replaced(run, job.timeout)
 
@@ -398,29 +370,6 @@ async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], time
         except ReplacedError:
             if timeout is not None:
                 left = max(0.001, begun + timeout - loop.time())
-
-
-_NAME = re.compile(r"[\w:]+")
-
-
-def joined(pages: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """Joins pages in Prometheus's text format, each with a label and its value (`replica`, 0). Every family
-    is described once."""
-    described: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for label, value, page in pages:
-        known, family, own = {*described}, "", f'{label}="{value}"'
-        for line in page.decode().split("\n"):
-            if line.startswith("# "):
-                family = line.split(" ", 3)[2]
-                if family not in known:
-                    described.setdefault(family, []).append(line)
-            elif found := _NAME.match(line):
-                name, rest = found[0], line[found.end() :]
-                sample = f"{name}{{{own},{rest[1:]}" if rest[0] == "{" else f"{name}{{{own}}}{rest}"
-                samples.setdefault(family, []).append(sample)
-    lines = [line for name in described for line in (*described[name], *samples.get(name, ()))]
-    return ("\n".join(lines) + "\n").encode()
 
 
 # Seconds for another front's answer; a late one is left out.
@@ -448,32 +397,35 @@ class FrontView:
     def replicas(self) -> tuple[int, int]:
         return self._engine.size
 
-    async def metrics(self, own: bytes) -> bytes:
-        """The page of all fronts and engines; `own` is this front's."""
+    async def metrics(self) -> bytes:
+        """The page of all fronts and engines."""
         others = self._others()
-        asked = asyncio.gather(*(self._page_of(address) for address in others.values()))
+        asked = asyncio.gather(*map(self._metrics_of, others.values()))
         engines = await self._engine.ask_all(wire.ShowMetrics())
-        pages = [("front", self._slot(), own)]
-        pages += [("front", slot, page) for slot, page in zip(others, await asked, strict=True) if page]
-        pages += [
-            ("replica", slot, answer.page) for slot, answer in engines if isinstance(answer, wire.Metrics)
+        own = wire.Metrics.of(self._engine.metrics.registry)
+        fronts = {self._slot(): own, **dict(zip(others, await asked, strict=True))}
+        parts = [
+            ({label: str(slot)}, answer.collect())
+            for label, answers in (("front", fronts), ("replica", dict(engines)))
+            for slot, answer in sorted(answers.items())
+            if isinstance(answer, wire.Metrics)
         ]
-        return joined(sorted(pages, key=lambda page: page[:2]))
+        registry = CollectorRegistry()
+        registry.register(MergedMetrics(lambda: parts))
+        return await asyncio.to_thread(generate_latest, registry)
 
-    async def _page_of(self, address: Address) -> bytes:
-        """Another front's page; empty if it does not answer."""
+    async def _metrics_of(self, address: Address) -> wire.Answer | None:
+        """Another front's metrics; None if it does not answer."""
         with suppress(LostError, TimeoutError):
             async with asyncio.timeout(_FRONT_SECONDS):
                 link = await Link.open(address)
                 try:
-                    answer = (await link.ask(wire.ShowMetrics())).answer
+                    return (await link.ask(wire.ShowMetrics())).answer
                 finally:
                     await link.close()
-                if isinstance(answer, wire.Metrics):
-                    return answer.page
-        return b""
+        return None
 
     async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
         if isinstance(question, wire.ShowMetrics):
-            return wire.Metrics(generate_latest(self._engine.metrics.registry))
+            return wire.Metrics.of(self._engine.metrics.registry)
         return wire.Failed(kind="invalid", message="a front is asked for its metrics and nothing else")

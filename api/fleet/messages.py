@@ -3,15 +3,17 @@
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, Self, TypeAlias, cast
 
 import msgspec
 import msgspec.inspect
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.samples import Sample
 
 from maxsimd import __version__
 from maxsimd.engine import (
@@ -63,7 +65,7 @@ class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
 
 
 class SentQuery(msgspec.Struct, tag="query", frozen=True):
-    """An encoded query, see `QueryRows`."""
+    """An encoded query, see `QueryRows`, and the answer to `EncodeQuery`."""
 
     rows: SentVectors
     tokens: int
@@ -196,22 +198,14 @@ Question: TypeAlias = (
 
 
 class Scored(msgspec.Struct, tag=True, frozen=True):
+    """Scores of all documents, or of the best ones in order, with their `indices`."""
+
     result: ScoreResult
-
-
-class EncodedQuery(msgspec.Struct, tag=True, frozen=True):
-    query: SentQuery
+    indices: list[int] = []
 
 
 class Arrived(msgspec.Struct, tag=True, frozen=True):
     """Scores of some documents, while more are to come."""
-
-    result: ScoreResult
-    indices: list[int]
-
-
-class Ranked(msgspec.Struct, tag=True, frozen=True):
-    """Scores of the best documents, in order, with their indices."""
 
     result: ScoreResult
     indices: list[int]
@@ -245,7 +239,20 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Metrics(msgspec.Struct, tag=True, frozen=True):
-    page: bytes
+    """A process's own metrics, each with its name, help, type and samples."""
+
+    families: list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
+
+    @classmethod
+    def of(cls, registry: CollectorRegistry) -> Self:
+        metrics = registry.collect()
+        return cls([(m.name, m.documentation, m.type, [s[:3] for s in m.samples]) for m in metrics])
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help, kind, samples in self.families:
+            metric = Metric(name, help, kind)
+            metric.samples = [Sample(*sample) for sample in samples]
+            yield metric
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -269,9 +276,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 Answer: TypeAlias = (
     Scored
-    | EncodedQuery
+    | SentQuery
     | Arrived
-    | Ranked
     | Embedded
     | EmbeddedTokens
     | EmbeddedSparse

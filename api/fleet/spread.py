@@ -2,8 +2,9 @@
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple
 from functools import partial
 from hashlib import blake2b
 from random import getrandbits
@@ -44,41 +45,61 @@ _HANGS = 1.0
 _SPARE_TRIES = 1_000.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """A request to spread: documents, by their digests [N] and estimated tokens [N]. `question` asks about
-    some of them, given the seconds that are left; `commit` takes the answer, and `arrived` what comes before
-    it. With `is_cached`, engines look for the documents in their caches.
+class Job(ABC):
+    """A request to spread: documents, by their digests [N] and estimated tokens [N]. With `is_cached`,
+    engines look for them in their caches. Together they have at most `most_tokens`, where that is known.
 
     Where it has several parts, another job is done `first`, by the engine that has most of it. With
     `is_partial`, what is late is left out. An error says `deadly` where engines die of it, in place of naming
     documents."""
 
-    digests: NDArray[np.uint64]
-    tokens: NDArray[np.int64]
-    split: fleets.Split
-    timeout: float | None
-    is_cached: bool
-    question: Callable[[NDArray[np.int64], float | None], wire.Question]
-    commit: Callable[[NDArray[np.int64], wire.Answer], None]
-    arrived: Callable[[NDArray[np.int64], wire.Arrived], None] | None = None
-    first: "Job | None" = None
-    is_partial: bool = False
+    split = fleets.Split.NEVER
+    is_cached = False
+    is_partial = False
+    first: "WholeJob | None" = None
     deadly: str | None = None
+    most_tokens = 0
 
-    @classmethod
-    def of_one(
-        cls,
-        characters: int,
+    def __init__(self, digests: Sequence[int], sizes: Sequence[int], timeout: float | None) -> None:
+        """`sizes` are in characters."""
+        self.digests: NDArray[np.uint64] = np.array(digests, dtype=np.uint64)
+        self.tokens: NDArray[np.int64] = np.array(sizes, dtype=np.int64) // _CHARACTERS_A_TOKEN + 4
+        self.timeout = timeout
+
+    @abstractmethod
+    def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Question:
+        """The question about some documents, given the seconds that are left."""
+
+    @abstractmethod
+    def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        """Takes the answer about some documents, once for each."""
+
+    def arrived(self, indices: NDArray[np.int64], new: wire.Arrived) -> None:
+        """Takes scores of some documents before the answer, if the question asks for them."""
+        raise NotImplementedError
+
+
+class WholeJob(Job):
+    """A question of about `size` characters to one engine; `answer` is there when it is done."""
+
+    answer: wire.Answer | None = None
+
+    def __init__(
+        self,
+        size: int,
         timeout: float | None,
-        question: Callable[[NDArray[np.int64], float | None], wire.Question],
-        commit: Callable[[NDArray[np.int64], wire.Answer], None],
+        ask: Callable[[float | None], wire.Question],
         deadly: str | None = None,
-    ) -> "Job":
-        """A question that is not split."""
-        tokens = estimated_tokens([characters])
-        digests = np.zeros(1, dtype=np.uint64)
-        return cls(digests, tokens, fleets.Split.NEVER, timeout, False, question, commit, deadly=deadly)
+        is_partial: bool = False,
+    ) -> None:
+        super().__init__([0], [size], timeout)
+        self._ask, self.deadly, self.is_partial = ask, deadly, is_partial
+
+    def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Question:
+        return self._ask(left)
+
+    def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        self.answer = answer
 
 
 class Spreader:
@@ -200,13 +221,12 @@ class Spreader:
             return await self._ask(job, send, deadline)
 
     async def _ask(self, job: Job, send: fleets.Send, deadline: float | None) -> wire.Reply:
-        part, link = send.part, self._roster.connected(send.member).link
-        arrived = None if job.arrived is None else partial(job.arrived, part.indices)
-        queued = None
+        part, link, queued = send.part, self._roster.connected(send.member).link, None
         self.loads.sent(send.member, part.weight)
         try:
             left = None if deadline is None else deadline - asyncio.get_running_loop().time()
-            reply = await link.ask(job.question(part.indices, left), arrived)
+            question = job.question(part.indices, left)
+            reply = await link.ask(question, partial(job.arrived, part.indices))
             queued = reply.queued_tokens
             return reply
         finally:
@@ -233,10 +253,6 @@ class Spreader:
             raise EngineNotReadyError("no engine is there; try again shortly") from None
 
 
-def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
-    return np.array(characters, dtype=np.int64) // 4 + 4
-
-
 _DEADLY = "three engines died while they encoded the query; send another one"
 # Estimated characters of a token, and cost of a picture, in characters.
 _CHARACTERS_A_TOKEN, _PICTURE = 4, 4_096
@@ -250,103 +266,81 @@ NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
 _SENT_AS_THEY_ARE = ("use_activation", "normalize", "cache", "on_timeout", "on_error", "explain")
 
 
-class ScoreJob:
+class ScoreJob(Job):
     """A score request: its split, its parts' questions and its merged result. In several parts a query that
     has an embedding is encoded once, so that all documents meet the same vectors."""
 
-    def __init__(self, facts: ModelFacts, queries: Any, documents: Any, options: ScoreOptions) -> None:
-        """Raises InvalidRequestError."""
-        self._facts = facts
+    def __init__(
+        self,
+        facts: ModelFacts,
+        queries: Any,
+        documents: Any,
+        options: ScoreOptions,
+        told: NewScores | None = None,
+    ) -> None:
+        """`told` gets scores as they come, some more than once. Raises InvalidRequestError."""
         takes_vectors = facts.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
         self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
         self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
-        self._options = options
-        self._encoded: wire.SentItem | None = None
-        self._merge = fleets.Merge(len(self.documents))
-        self._ranking = fleets.Merge(len(self.documents))
+        sizes = [*map(size_of, self.documents)]
+        super().__init__([*map(_digest, self.documents)], sizes, options["timeout"])
+        self._options, self._told = options, told
+        self.split = self._split(facts.score_type)
+        self.is_cached = self.split is fleets.Split.BY_OWNER and options["cache"] != "bypass"
+        self.is_partial = options["on_timeout"] == "partial"
+        if self.split is fleets.Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
+            query = self.queries[0]
+            ask = partial(_question_of_query, query, options)
+            self.first = WholeJob(size_of(query), self.timeout, ask, _DEADLY, self.is_partial)
+        # Upper bound: pairs repeat the query.
+        of_query = max(map(_most_tokens, self.queries))
+        self.most_tokens = sum(_most_tokens(each) + of_query + _MOST_AROUND for each in self.documents)
+        self._scores: dict[int, float] = {}
+        self._ranking_scores: dict[int, float] = {}
         self._results: list[ScoreResult] = []
-        self._is_partial = options["on_timeout"] == "partial"
         self._arrived: dict[int, float] = {}
         self._errors: dict[int, str] = {}
         self._unscored: list[int] = []
         self._explanations: dict[int, Explanation] = {}
 
-    def job(self, arrived: NewScores | None = None) -> Job:
-        """`arrived` gets scores as they come, some more than once."""
+    def arrived(self, indices: NDArray[np.int64], new: wire.Arrived) -> None:
+        assert self._told is not None
+        given = indices.tolist()
+        whole = [given[i] for i in new.indices]
+        self._arrived.update(zip(whole, new.result.scores, strict=True))
+        why = {given[i]: each for i, each in new.result.explanations.items()}
+        self._told(whole, new.result.scores, why)
 
-        def part_arrived(indices: NDArray[np.int64], new: wire.Arrived) -> None:
-            assert arrived is not None
-            given = indices.tolist()
-            whole = [given[i] for i in new.indices]
-            why = {given[i]: each for i, each in new.result.explanations.items()}
-            self._arrived.update(zip(whole, new.result.scores, strict=True))
-            arrived(whole, new.result.scores, why)
-
-        timeout, split = self._options["timeout"], self.split
-        encoding = None
-        if split is fleets.Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
-            size = _size(self.queries[0])
-            encoding = Job.of_one(size, timeout, self._encode_query, self._query_encoded, _DEADLY)
-            encoding = replace(encoding, is_partial=self._is_partial)
-        return Job(
-            np.array([_digest(each) for each in self.documents], dtype=np.uint64),
-            estimated_tokens([_size(each) for each in self.documents]),
-            split,
-            timeout,
-            split is fleets.Split.BY_OWNER and self._options["cache"] != "bypass",
-            lambda indices, left: self.question(indices, left, streams=arrived is not None),
-            self.commit,
-            None if arrived is None else part_arrived,
-            encoding,
-            is_partial=self._is_partial,
-        )
-
-    def _encode_query(self, indices: NDArray[np.int64], left: float | None) -> wire.EncodeQuery:
-        run, instruction = run_of(self._options, left), self._options["instruction"]
-        return wire.EncodeQuery(query=wire.sent_item(self.queries[0]), run=run, instruction=instruction)
-
-    def _query_encoded(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
-        self._encoded = cast("wire.EncodedQuery", answer).query
-
-    @property
-    def most_tokens(self) -> int:
-        """Upper bound: pairs repeat the query."""
-        of_query = max(map(_most_tokens, self.queries))
-        return sum(_most_tokens(each) + of_query + _MOST_AROUND for each in self.documents)
-
-    @property
-    def split(self) -> fleets.Split:
+    def _split(self, kind: ScoreType) -> fleets.Split:
         """Listwise models, explanations, N:N pairs and windows need the whole request at one engine. (A
         window may have many times a document's tokens.)"""
-        options, kind = self._options, self._facts.score_type
+        options = self._options
         reads_windows = as_truncation(options["truncation"]).windows
         if kind is ScoreType.LISTWISE or len(self.queries) > 1 or options["explain"] or reads_windows:
             return fleets.Split.NEVER
-        return (
-            fleets.Split.BY_TOKENS
-            if self._facts.score_type is ScoreType.CROSS_ENCODER
-            else fleets.Split.BY_OWNER
-        )
+        return fleets.Split.BY_TOKENS if kind is ScoreType.CROSS_ENCODER else fleets.Split.BY_OWNER
 
-    def question(
-        self, indices: NDArray[np.int64], left: float | None, *, streams: bool = False
-    ) -> wire.Score:
+    def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Question:
+        return self._score(indices, left)
+
+    def _score(self, indices: NDArray[np.int64], left: float | None) -> wire.Score:
         options: Mapping[str, Any] = self._options
+        encoded = None if self.first is None else cast("wire.SentQuery | None", self.first.answer)
         return wire.Score(
-            queries=wire.sent_items(self.queries) if self._encoded is None else [self._encoded],
+            queries=wire.sent_items(self.queries) if encoded is None else [encoded],
             documents=wire.sent_items([self.documents[i] for i in indices.tolist()]),
             run=run_of(options, left),
             # It is a part of an encoded query.
-            instruction=options["instruction"] if self._encoded is None else None,
-            streams=streams,
+            instruction=options["instruction"] if encoded is None else None,
+            streams=self._told is not None,
             **{name: options[name] for name in _SENT_AS_THEY_ARE},
         )
 
     def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
         result = cast("wire.Scored", answer).result
         whole = indices.tolist()
-        self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
-        self._ranking.commit(indices, np.array(result.ranking_scores, dtype=np.float64))
+        self._scores.update(zip(whole, result.scores, strict=True))
+        self._ranking_scores.update(zip(whole, result.ranking_scores, strict=True))
         self._results.append(result)
         self._errors |= {whole[i]: wire.in_whole(reason, whole) for i, reason in result.errors.items()}
         self._unscored += [whole[i] for i in result.unscored]
@@ -354,15 +348,16 @@ class ScoreJob:
 
     def result(self) -> ScoreResult:
         """One score per document. The query counts once. Partial results may lack parts."""
-        if self._is_partial and len(late := self._merge.missing):
-            scores = [self._arrived.get(i, math.nan) for i in late.tolist()]
+        count = len(self.documents)
+        if self.is_partial and (late := [i for i in range(count) if i not in self._scores]):
+            scores = [self._arrived.get(i, math.nan) for i in late]
             unscored = tuple(i for i, score in enumerate(scores) if math.isnan(score))
-            self.commit(late, wire.Scored(ScoreResult(scores, Usage(0), 0, unscored)))
+            self.commit(np.array(late), wire.Scored(ScoreResult(scores, Usage(0), 0, unscored)))
         results = self._results
         usage = _total([each.usage for each in results])
         truncated_queries = max(each.truncated_queries for each in results)
         return ScoreResult(
-            self._merge.result().tolist(),
+            [self._scores[i] for i in range(count)],
             usage,
             sum(each.truncated - each.truncated_queries for each in results) + truncated_queries,
             tuple(sorted(self._unscored)),
@@ -370,8 +365,38 @@ class ScoreJob:
             slowest([each.timings for each in results]),
             self._explanations,
             truncated_queries,
-            self._ranking.result().tolist(),
+            [self._ranking_scores[i] for i in range(count)],
         )
+
+
+def _question_of_query(query: Item, options: ScoreOptions, left: float | None) -> wire.EncodeQuery:
+    sent, run = wire.sent_item(query), run_of(options, left)
+    return wire.EncodeQuery(query=sent, run=run, instruction=options["instruction"])
+
+
+class RankJob(ScoreJob):
+    """A ranking that one engine makes, which explains only what it returns."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        query: Any,
+        documents: Any,
+        options: ScoreOptions,
+        top_n: int | None,
+        threshold: float | None,
+    ) -> None:
+        super().__init__(facts, query, documents, options)
+        self._top_n, self._threshold = top_n, threshold
+        # Without an answer in time.
+        self.answer = wire.Scored(ScoreResult([], Usage(0), 0, tuple(range(len(self.documents)))))
+
+    def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Rank:
+        score = self._score(indices, left)
+        return wire.Rank(score=score, top_n=self._top_n, score_threshold=self._threshold)
+
+    def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        self.answer = cast("wire.Scored", answer)
 
 
 def _total(parts: list[Usage]) -> Usage:
@@ -406,7 +431,7 @@ def _named(picture: AnyPicture) -> str:
             return repr(picture)
 
 
-def _size(item: Item | tuple[int, ...]) -> int:
+def size_of(item: Item | tuple[int, ...]) -> int:
     """Cost, as characters of a text."""
     match item:
         case str():
@@ -423,7 +448,7 @@ def _most_tokens(item: Item | tuple[int, ...]) -> int:
     if isinstance(item, tuple):
         return len(item)
     if isinstance(item, Vectors):
-        return _size(item)
+        return size_of(item)
     texts, pictures = ([item], 0) if isinstance(item, str) else (item.texts, len(item.pictures))
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + _PICTURE * pictures
 
@@ -431,41 +456,38 @@ def _most_tokens(item: Item | tuple[int, ...]) -> int:
 _OF_THE_RUN = frozenset({"truncation", "priority", "tenant", "timeout"})
 
 
-class EmbedJob:
-    """A request to embed texts, and its rows."""
+class EmbedJob(Job):
+    """A request to embed texts. One engine does another task than `embed`, late chunking, and `chunks`,
+    whose texts are one document."""
 
     def __init__(
-        self, texts: tuple[str | tuple[int, ...] | Content, ...], options: Mapping[str, Any]
+        self,
+        texts: tuple[str | tuple[int, ...] | Content, ...],
+        options: Mapping[str, Any],
+        task: wire.EmbedTask = "embed",
     ) -> None:
-        self.texts = texts
-        self._run = run_of(options, options.get("timeout"))
+        super().__init__([*map(_digest, texts)], [*map(size_of, texts)], options.get("timeout"))
+        self.texts, self._task = texts, task
+        self._run = run_of(options, self.timeout)
         self._options = {name: value for name, value in options.items() if name not in _OF_THE_RUN}
-        self._parts: list[tuple[NDArray[np.int64], EmbedResult]] = []
+        if task == "embed" and not options.get("late_chunking") and options.get("chunks") is None:
+            # Token vectors of documents may be cached where these were scored.
+            has_encoding = options.get("encoding") is not None
+            self.is_cached = has_encoding and options.get("input_type") == "document"
+            self.split = fleets.Split.BY_OWNER if self.is_cached else fleets.Split.BY_TOKENS
+            self.most_tokens = sum(_most_tokens(text) + _MOST_AROUND for text in texts)
+        self._parts: list[tuple[NDArray[np.int64], Any]] = []
 
-    def job(self) -> Job:
-        # Token vectors of documents may be cached where these were scored.
-        is_cached = (
-            self._options.get("encoding") is not None and self._options.get("input_type") == "document"
-        )
-        return Job(
-            np.array([_digest(text) for text in self.texts], dtype=np.uint64),
-            estimated_tokens([_size(text) for text in self.texts]),
-            fleets.Split.BY_OWNER if is_cached else fleets.Split.BY_TOKENS,
-            self._run.timeout,
-            is_cached,
-            self._question,
-            self._commit,
-        )
+    def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Embed:
+        texts = wire.sent_inputs([self.texts[i] for i in indices.tolist()])
+        run = msgspec.structs.replace(self._run, timeout=left)
+        return wire.Embed(texts=texts, run=run, task=self._task, **self._options)
 
-    @property
-    def most_tokens(self) -> int:
-        """Upper bound."""
-        return sum(_most_tokens(text) + _MOST_AROUND for text in self.texts)
+    def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        self._parts.append((indices, cast("wire.Embedded", answer).result))
 
-    def question_of_all(self, task: wire.EmbedTask) -> wire.Embed:
-        return wire.Embed(texts=wire.sent_inputs(self.texts), run=self._run, task=task, **self._options)
-
-    def result(self) -> EmbedResult:
+    def result(self) -> Any:
+        """The result of the task."""
         results = [result for _, result in self._parts]
         if len(results) == 1:
             return results[0]
@@ -476,22 +498,7 @@ class EmbedJob:
         truncated = sum(each.truncated for each in results)
         return EmbedResult(rows, usage, truncated, timings, results[0].encoding)
 
-    def _question(self, indices: NDArray[np.int64], left: float | None) -> wire.Embed:
-        texts = wire.sent_inputs([self.texts[i] for i in indices.tolist()])
-        run = msgspec.structs.replace(self._run, timeout=left)
-        return wire.Embed(texts=texts, run=run, **self._options)
-
-    def _commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
-        self._parts.append((indices, cast("wire.Embedded", answer).result))
-
 
 def run_of(options: Mapping[str, Any], left: float | None) -> wire.Run:
     truncation = as_truncation(options.get("truncation", "cut"))
     return wire.Run(truncation, options.get("priority", 0), options.get("tenant", ""), left)
-
-
-def num_characters(question: wire.Converse | wire.Classify | wire.Embed) -> int:
-    """Cost, as characters of a text."""
-    if isinstance(question, wire.Converse):
-        return sum(len(message["content"]) for message in question.messages)
-    return sum(len(text) for text in question.texts if isinstance(text, str))

@@ -215,9 +215,8 @@ async def clear_cache(state: ServerState, body: Body) -> Answer:
 
 
 async def metrics(state: ServerState) -> Answer:
-    page = generate_latest(state.engine.metrics.registry)
-    if state.fleet is not None:
-        page = await state.fleet.metrics(page)
+    fleet, registry = state.fleet, state.engine.metrics.registry
+    page = generate_latest(registry) if fleet is None else await fleet.metrics()
     return Answer(200, {"Content-Type": CONTENT_TYPE_LATEST}, page)
 
 

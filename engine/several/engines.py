@@ -2,14 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self, Unpack
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from maxsimd.engine.actors.turns import check_weight
 from maxsimd.engine.config import EngineConfig
@@ -25,28 +23,11 @@ from maxsimd.engine.errors import (
     ModelFailedError,
     UnknownModelError,
 )
+from maxsimd.engine.metrics import MergedMetrics
 from maxsimd.engine.parameters import complete_docstring
 from maxsimd.engine.requests import Scorable
 from maxsimd.engine.runtime import Running, launch
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
-
-
-class MetricsByModel(Collector):
-    """The metrics of several models, each with the label `model`."""
-
-    def __init__(self, registries: Callable[[], Mapping[str, CollectorRegistry]]) -> None:
-        self._registries = registries
-
-    def collect(self) -> Iterable[Metric]:
-        merged: dict[str, Metric] = {}
-        for model, registry in self._registries().items():
-            for metric in registry.collect():
-                if metric.name not in merged:
-                    merged[metric.name] = Metric(metric.name, metric.documentation, metric.type)
-                merged[metric.name].samples.extend(
-                    sample._replace(labels={"model": model, **sample.labels}) for sample in metric.samples
-                )
-        return merged.values()
 
 
 class SharedEngine(Engine):
@@ -140,7 +121,11 @@ class Engines:
         self._cache_bytes: int | None = None
         # The engines' metrics, with the label `model`.
         self.registry = CollectorRegistry()
-        self.registry.register(MetricsByModel(self._registries))
+        self.registry.register(
+            MergedMetrics(
+                lambda: (({"model": name}, each.collect()) for name, each in self._registries().items())
+            )
+        )
 
     async def __aenter__(self) -> Self:
         try:

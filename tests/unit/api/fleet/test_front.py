@@ -14,12 +14,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 
 from maxsimd.api.answer import ApiError
 from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet import roster as roster_module
 from maxsimd.api.fleet.engine_answers import fingerprint_of
-from maxsimd.api.fleet.fleet_engine import FleetEngine, joined
+from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress, read_message
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import ScoreJob
@@ -28,6 +29,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.metrics import MergedMetrics
 from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
 from maxsimd.engine.tenants import Tenant
@@ -102,7 +104,7 @@ class StandIn:
             if isinstance(question, wire.EncodeQuery):
                 self.encoded.append(question)
                 await self._prepare(question)
-                return wire.EncodedQuery(ENCODED)
+                return ENCODED
             if isinstance(question, wire.Score):
                 self.asked.append(question)
                 return await self._score(question, send)
@@ -684,10 +686,13 @@ def test_errors_survive_the_way() -> None:
     assert wire.in_whole(failed.message, [4]) == failed.message, "a number that is none of its documents"
 
 
-def test_pages_of_metrics_are_one() -> None:
-    page = b'# HELP a_total of a\n# TYPE a_total counter\na_total{x="1 2"} 3.0\na_total 4.0\n'
-    other = b"# HELP b of b\n# TYPE b gauge\nb 1.0\n" + page
-    assert joined([("replica", 0, page), ("front", 1, other)]).decode().splitlines() == [
+def test_metrics_of_processes_are_one() -> None:
+    counts = ("a", "of a", "counter", [("a_total", {"x": "1 2"}, 3.0), ("a_total", {}, 4.0)])
+    sent = wire.Metrics([counts]), wire.Metrics([("b", "of b", "gauge", [("b", {}, 1.0)]), counts])
+    one, other = (wire.decode_to_front(wire.encode(wire.Reply(1, each))).answer.collect() for each in sent)
+    registry = CollectorRegistry()
+    registry.register(MergedMetrics(lambda: [({"replica": "0"}, one), ({"front": "1"}, other)]))
+    assert generate_latest(registry).decode().splitlines() == [
         "# HELP a_total of a",
         "# TYPE a_total counter",
         'a_total{replica="0",x="1 2"} 3.0',

@@ -66,7 +66,8 @@ async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch:
 
 
 async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:
-    question = EmbedJob(tuple(TEXTS), {"input_type": "query"}).question_of_all("sparse_embed")
+    job = EmbedJob(tuple(TEXTS), {"input_type": "query"}, "sparse_embed")
+    question = job.question(np.arange(len(TEXTS)), None)
     asked = decode_to_engine(encode(Ask(1, question)))
     assert isinstance(asked, Ask)
 
