@@ -317,27 +317,22 @@ def _shapes() -> Iterator[tuple[str, FleetShape]]:
 
 
 def compare_moves(members: Sequence[int], cell_size: int) -> dict[str, dict[str, float]]:
-    """`moves_times_members` of each fleet, printed as they come."""
-    moves = {}
+    """By the size of a fleet and a change, printed as they come: the share of all requests' documents that
+    move, times the larger number of members. It is 1 if as many move as the one that comes or goes has on
+    average."""
+    moves: dict[str, dict[str, float]] = {}
     for count in members:
-        moves[str(count)] = moves_times_members(count, cell_size)
-        for change, times in moves[str(count)].items():
+        before, newer = _fleet(count), fleets.Member(0, "newer", "f")
+        changes = {"one more comes": _fleet(count + 1)}
+        changes |= {"one dies, another takes its slot": (newer, *before[1:])}
+        if count > 1:
+            changes |= {"the last goes": before[:-1], "the first goes, its slot stays free": before[1:]}
+        for change, after in changes.items():
+            times = round(moved(before, after, cell_size) * max(len(before), len(after)), 3)
+            moves.setdefault(str(count), {})[change] = times
             shown = f"{count:>5,} engines, {change + ':':<40}"
             click.echo(f"  {shown} {times:.2f} / engines of the documents move")
     return moves
-
-
-def moves_times_members(members: int, cell_size: int) -> dict[str, float]:
-    """By change, the share of all requests' documents that move, times the larger number of members: 1 if as
-    many move as the one that comes or goes has on average."""
-    fleet, newer = _fleet(members), fleets.Member(0, "newer", "f")
-    changes = {"one more comes": _fleet(members + 1), "one dies, another takes its slot": (newer, *fleet[1:])}
-    if members > 1:
-        changes |= {"the last goes": fleet[:-1], "the first goes, its slot stays free": fleet[1:]}
-    return {
-        name: round(moved(fleet, after, cell_size) * max(len(fleet), len(after)), 3)
-        for name, after in changes.items()
-    }
 
 
 def moves_of_growth(members: int, cell_size: int) -> list[float]:

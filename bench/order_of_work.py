@@ -7,10 +7,9 @@ import random
 import statistics
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from itertools import count, product
 
 import click
 import numpy as np
@@ -165,13 +164,9 @@ class Arrival:
 def poisson_arrivals(load: float, requests: int, mix: Mix, seed: int) -> list[Arrival]:
     """Requests of documents of 50 to 150 tokens, at random times."""
     parts, sizes = zip(*mix, strict=True)
-    bounds = np.cumsum(parts)
 
     def lengths(draw: random.Random) -> list[int]:
-        number = draw.random()
-        documents = next(
-            (size for bound, size in zip(bounds, sizes, strict=True) if number <= bound), sizes[-1]
-        )
+        (documents,) = draw.choices(sizes, parts)
         return [draw.randint(50, 150) for _ in range(documents)]
 
     mean_tokens = sum(part * documents * 100 for part, documents in mix)
@@ -236,23 +231,6 @@ def summary(latencies: list[float | None]) -> dict[str, float]:
         "p50_s": round(done[len(done) // 2], 4),
         "p99_s": round(done[int(len(done) * 0.99)], 4),
     }
-
-
-def compare_orders(
-    requests: int, seeds: int, oldest_share: float, overdue_share: float
-) -> Iterator[dict[str, Any]]:
-    """One figure for each mix, load and seed: every order's latencies."""
-    orders: dict[str, Callable[[], Order]] = {
-        "maxsimd": lambda: SchedulerOrder(BUDGET, oldest_share, overdue_share),
-        "round robin": lambda: RoundRobin(BUDGET),
-        "first come": lambda: FirstComeFirstServed(BUDGET),
-    }
-    for name, mix in MIXES.items():
-        for load in LOADS:
-            for seed in range(1, seeds + 1):
-                arrivals = poisson_arrivals(load, requests, mix, seed)
-                latencies = {order: summary(simulate(arrivals, make())) for order, make in orders.items()}
-                yield {"mix": name, "load": load, "seed": seed, "latency": latencies}
 
 
 def longest_wait_of_bound(
@@ -346,23 +324,29 @@ def closed_loop(order: Order, clients: int, requests: int, budget: int, seed: in
 def measure_order_of_work(requests: int, seeds: int, oldest_share: float, overdue_share: float) -> Figures:
     """Every order's latencies, which are printed as they come; those far beyond what can be served; the bound
     for the slowest request; clients that wait for their answers; and the shares of two tenants."""
+    makers: dict[str, Callable[[], Order]] = {
+        "maxsimd": lambda: SchedulerOrder(BUDGET, oldest_share, overdue_share),
+        "round robin": lambda: RoundRobin(BUDGET),
+        "first come": lambda: FirstComeFirstServed(BUDGET),
+    }
     click.echo("latency in seconds: mean, median, p99")
-    columns = "".join(f"{name:>24}" for name in ("maxsimd", "round robin", "first come"))
+    columns = "".join(f"{name:>24}" for name in makers)
     click.echo(f"{'mix':<26}{'load':>5}{'seed':>5}{columns}")
     rows = []
-    for row in compare_orders(requests, seeds, oldest_share, overdue_share):
-        rows.append(row)
+    for (name, mix), load, seed in product(MIXES.items(), LOADS, range(1, seeds + 1)):
+        arrivals = poisson_arrivals(load, requests, mix, seed)
+        latencies = {order: summary(simulate(arrivals, make())) for order, make in makers.items()}
+        rows.append({"mix": name, "load": load, "seed": seed, "latency": latencies})
         shown = "".join(
             f"{figures['mean_s']:>10.3f}{figures['p50_s']:>7.2f}{figures['p99_s']:>7.2f}"
-            for figures in row["latency"].values()
+            for figures in latencies.values()
         )
-        click.echo(f"{row['mix']:<26}{row['load']:>5}{row['seed']:>5}{shown}")
+        click.echo(f"{name:<26}{load:>5}{seed:>5}{shown}")
     beyond = {
         f"load_{load:g},_seed_{seed}": beyond_what_can_be_served(
             load, int(load * requests), seed, oldest_share, overdue_share
         )
-        for load in LOADS_BEYOND
-        for seed in range(1, seeds + 1)
+        for load, seed in product(LOADS_BEYOND, range(1, seeds + 1))
     }
     orders = {"maxsimd": SchedulerOrder, "first come": FirstComeFirstServed}
     shares = tokens_of_tenants({"a": 1.0, "b": 3.0}, 1000, 1)

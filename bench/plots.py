@@ -16,25 +16,23 @@ _MARKS = {"maxsimd bfloat16": "o", "maxsimd int8": "s", _VLLM: "^"}
 def draw(folder: Path) -> list[Path]:
     """Draws the experiments that peers-cpu.json and peer-shapes-cpu.json in `folder` have; returns the
     pictures' paths. ImportError without matplotlib."""
-    draw_to_files()
-    drawn = []
-    if (file := folder / "peers-cpu.json").exists():
-        results = json.loads(file.read_text(encoding="utf-8"))
-        shown = [name for name in _PLOTS if results.get(name)]
-        drawn = [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
-    if (file := folder / "peer-shapes-cpu.json").exists():
-        results = json.loads(file.read_text(encoding="utf-8"))
-        outcomes = [outcome for name, found in results.items() if name in SHAPES for outcome in found]
-        if any(_VLLM in outcome["systems"] for outcome in outcomes):  # the chart is of ratios to it
-            drawn.append(save(_by_shape(results), folder / "shapes.svg"))
+    results: dict[str, Any] = {}
+    for file in (folder / "peer-shapes-cpu.json", folder / "peers-cpu.json"):
+        if file.exists():
+            results |= json.loads(file.read_text(encoding="utf-8"))
+    shown = [name for name in _PLOTS if results.get(name)]
+    drawn = [save(_PLOTS[name](results[name]), folder / f"{name}.svg") for name in shown]
+    shapes = {name: results[name][0] for name in SHAPES if name in results}
+    if any(_VLLM in outcome["systems"] for outcome in shapes.values()):  # the chart is of ratios to it
+        drawn.append(save(_by_shape(shapes), folder / "shapes.svg"))
     return drawn
 
 
-def _by_shape(results: dict[str, Any]) -> Any:
+def _by_shape(outcomes: dict[str, Any]) -> Any:
     """Bars of our throughput with many documents, in times that of vLLM, for each shape."""
     names: list[str] = []
     ratios: dict[str, list[float]] = {OURS: [], QUANTIZED: []}
-    for name, (outcome, *_) in ((name, found) for name, found in results.items() if name in SHAPES):
+    for name, outcome in outcomes.items():
         if outcome["concurrency"] == 8:
             names.append(RERANKERS[SHAPES[name].checkpoint])
             for ours, values in ratios.items():
@@ -51,14 +49,6 @@ def _by_shape(results: dict[str, Any]) -> Any:
     axes.margins(x=0.12)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
-
-
-def draw_to_files() -> None:
-    """From now on nothing is shown on a screen, and the same figures give the same file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "maxsimd"
 
 
 def _bars_of(what: str, label: str) -> Callable[[Any], Any]:
@@ -141,12 +131,16 @@ def _lines(x: list[int], lines: dict[str, list[float]], labels: tuple[str, str])
     return figure
 
 
-def _axes(height: float) -> tuple[Any, Any]:
+def _axes(height: float, width: float = 7, **grid: int) -> tuple[Any, Any]:
+    """Axes in a figure that is not shown on a screen. The same figures give the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    hidden = dict.fromkeys(("axes.spines.top", "axes.spines.right"), False)
+    matplotlib.rcParams.update({"svg.hashsalt": "maxsimd", **hidden})
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return pyplot.subplots(figsize=(width, height), layout="constrained", **grid)
 
 
 def save(figure: Any, path: Path) -> Path:
@@ -160,10 +154,7 @@ def save(figure: Any, path: Path) -> Path:
 def draw_fleets(figures: dict[str, Any], path: Path) -> Path:
     """Four panels: latencies, hits and loads by the number of engines, and what moves as a fleet grows.
     ImportError without matplotlib."""
-    draw_to_files()
-    from matplotlib import pyplot
-
-    figure, ((latency, hits), (load, growth)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    figure, ((latency, hits), (load, growth)) = _axes(6.5, 9, nrows=2, ncols=2)
     for name, color in (("by owner", _OURS), ("anywhere", _OTHERS)):
         rows = [row for row in figures["fleets"] if row["documents"] == name]
         members = [row["members"] for row in rows]
@@ -182,7 +173,13 @@ def draw_fleets(figures: dict[str, Any], path: Path) -> Path:
     latency.legend(frameon=False, ncols=2, loc="upper right")
     hits.set_ylim(0, 1)
     load.set_ylim(bottom=0.9)
-    _growth(growth, figures["moves_of_growth"])
+    # Each step's documents that move, by the engines after it: 1 is one engine's share.
+    moves = figures["moves_of_growth"]
+    growth.plot(range(2, len(moves) + 2), moves, ".", color=_OURS)
+    growth.axhline(1.2, color="tab:red", linewidth=1, linestyle=":")
+    growth.set_ylim(bottom=0)
+    growth.set_xlabel("engines, with the one that came")
+    growth.set_ylabel("documents that move x engines")
     return save(figure, path)
 
 
@@ -192,15 +189,4 @@ def _over_members(axes: Any, members: list[int], label: str) -> None:
     axes.minorticks_off()
     axes.set_xlabel("engines")
     axes.set_ylabel(label)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-
-
-def _growth(axes: Any, moves: list[float]) -> None:
-    """Each step's documents that move, by the engines after it: 1 is one engine's share."""
-    axes.plot(range(2, len(moves) + 2), moves, ".", color="tab:blue")
-    axes.axhline(1.2, color="tab:red", linewidth=1, linestyle=":")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("engines, with the one that came")
-    axes.set_ylabel("documents that move x engines")
-    axes.spines[["top", "right"]].set_visible(False)
