@@ -728,7 +728,7 @@ def _print_compiled(json_file: str | None) -> None:
     rows = list(compiled.rows())
     click.echo(compiled.as_text(rows))
     if json_file is not None:
-        Path(json_file).write_text(json.dumps(compiled.as_json(rows), indent=1) + "\n", encoding="utf-8")
+        Path(json_file).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
         click.echo(f"wrote {json_file}", err=True)
 
 

@@ -124,6 +124,7 @@ def _compiled(
     varying: frozenset[str],
 ) -> MachineCode:
     import triton
+    from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
 
     types = dict(signature)
@@ -139,7 +140,9 @@ def _compiled(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(found.asm["cubin"])
-        code = _machine_code(path)
+        tool = str(Path(nvidia.__file__).parent / "bin" / "cuobjdump")
+        command = [tool, "-res-usage", "-sass", str(path)]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registers = _REGISTERS.search(code)
     assert registers is not None, code
     placed = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(code)]
@@ -156,22 +159,13 @@ def _compiled(
     )
 
 
-def _machine_code(cubin: Path) -> str:
-    """The resources of a program, and its instructions."""
-    from triton.backends import nvidia
-
-    tool = str(Path(nvidia.__file__).parent / "bin" / "cuobjdump")
-    command = [tool, "-res-usage", "-sass", str(cubin)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def unpredicated(instruction: str) -> str:
+def _unpredicated(instruction: str) -> str:
     """An instruction without the condition on which it is run."""
     return _PREDICATE.sub("", instruction)
 
 
 def _opcode(instruction: str) -> str:
-    return unpredicated(instruction).split(" ")[0]
+    return _unpredicated(instruction).split(" ")[0]
 
 
 def _loops(placed: list[tuple[int, str]]) -> list[Loop]:
@@ -290,24 +284,20 @@ def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
         max(operations / gpu.tensor, shared_bytes / _SHARED_BYTES),
         len(loop) * code.warps / _SCHEDULERS,
         loop.powers * code.warps * 32 / _SPECIAL,
-        loop.count(lambda instruction: _COMPARING.match(unpredicated(instruction)) is not None)
+        loop.count(lambda instruction: _COMPARING.match(_unpredicated(instruction)) is not None)
         * (code.warps * 32 / _COMPARE),
         len(loop.beside_products) * code.warps / _SCHEDULERS,
         operations,
     )
 
 
-def most_tflops(code: MachineCode, gpu: Gpu) -> float:
-    """The upper bound in TFLOP/s of a kernel that spends its time in its main loop."""
+def most_tflops(code: MachineCode, gpu: Gpu, takes_turns: bool = True) -> float:
+    """The upper bound in TFLOP/s of a kernel that spends its time in its main loop. It is higher if the
+    programs of a multiprocessor take turns."""
     cycles = turn_cycles(code, code.main_loop, gpu)
-    taken = cycles.alone() if resident_programs(code, gpu) == 1 else cycles.together()
+    takes_turns &= resident_programs(code, gpu) > 1
+    taken = cycles.together() if takes_turns else cycles.alone()
     return cycles.operations / taken * gpu.multiprocessors * gpu.clock / 1e3
-
-
-def expected_tflops(code: MachineCode, gpu: Gpu) -> float:
-    """Like `most_tflops`, if the programs of a multiprocessor do not take turns."""
-    cycles = turn_cycles(code, code.main_loop, gpu)
-    return cycles.operations / cycles.alone() * gpu.multiprocessors * gpu.clock / 1e3
 
 
 def _shape_of(instruction: str) -> tuple[int, int, int, int]:

@@ -4,9 +4,10 @@ A kernel of ours joins the table by a function in `KERNELS`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from typing import Any
 
 from maxsimd.bench.gpu.ahead_of_time import (
@@ -18,11 +19,11 @@ from maxsimd.bench.gpu.ahead_of_time import (
     MachineCode,
     Source,
     compiled,
-    expected_tflops,
     most_tflops,
     resident_programs,
     turn_cycles,
 )
+from maxsimd.bench.report import Figures
 from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES, Tiles, row_alignment, tiles_for
 
@@ -81,6 +82,16 @@ class MaxSimLaunch:
     def name(self) -> str:
         tiles = self.tiles
         return f"{self.documents} {self.dim} dims, {tiles.query} query x {tiles.document} document tokens"
+
+    @property
+    def shapes(self) -> dict[str, MaxSimShape]:
+        """Shapes whose time is forecast."""
+        if self.dim != COLBERT.dim or self.queries != "bf16":
+            return {}
+        if self.longest_query == COLBERT.query:
+            return {"10,000 documents of 180 tokens, 32 query tokens": COLBERT}
+        is_long = self.longest_query > 128
+        return {"500 pages of 1,024 tokens, 1,024 query tokens": COLPALI} if is_long else {}
 
     @property
     def source(self) -> Source:
@@ -205,17 +216,17 @@ class AttentionLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with one choice of tiles and types. `shapes` forecasts well-known shapes on a GPU."""
+    """A kernel with one choice of tiles and types. The `launch` of MaxSim has well-known shapes."""
 
     name: str
     source: Source
-    shapes: Callable[[MachineCode, Gpu], Mapping[str, Any]] = lambda code, gpu: {}
+    launch: MaxSimLaunch | None = None
 
 
 def maxsim_variants(capability: int) -> Iterator[Variant]:
     sums = {}
     for launch in maxsim_launches(capability):
-        yield Variant(launch.name, launch.source, _shapes_of(launch))
+        yield Variant(launch.name, launch.source, launch)
         sums[launch.tiles.query] = launch
     for query, launch in sorted(sums.items()):
         yield Variant(f"sum over splits, {query} query tokens", launch.sum_source)
@@ -306,109 +317,84 @@ KERNELS: dict[str, Callable[[int], Iterator[Variant]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One variant compiled for one capability. Programs and bounds are by the name of a GPU."""
-
-    kernel: str
-    variant: str
-    capability: int
-    registers: int
-    spills: int
-    shared_bytes: int
-    instructions: int
-    turn_instructions: int | None
-    turn_tensor_instructions: int | None
-    programs: dict[str, int]
-    most_tflops: dict[str, float]
-    expected_tflops: dict[str, float]
-    shapes: dict[str, dict[str, Any]]
-
-
-def rows(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Row]:
+def rows(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Figures]:
     for kernel, variants in KERNELS.items():
         for capability in capabilities:
             for variant in variants(capability):
                 yield _row(kernel, variant, capability)
 
 
-def as_json(found: list[Row]) -> dict[str, Any]:
-    return {"rows": [asdict(row) for row in found]}
-
-
-def as_text(found: list[Row]) -> str:
-    """A table a capability, and below it the forecasts of shapes."""
-    return "\n\n".join(
-        _table([row for row in found if row.capability == capability])
-        for capability in sorted({row.capability for row in found})
-    )
+def _row(kernel: str, variant: Variant, capability: int) -> Figures:
+    """One variant compiled for one capability. Programs, bounds and shapes are by the name of a GPU."""
+    code = compiled(variant.source, capability)
+    loop = code.main_loop if code.loops else None
+    gpus = [gpu for gpu in GPUS if gpu.capability == capability]
+    multiplying = gpus if loop is not None and loop.tensor else []
+    launch = variant.launch
+    forecasts = {
+        gpu.name: {name: asdict(forecast(launch, code, shape, gpu)) for name, shape in launch.shapes.items()}
+        for gpu in gpus
+        if launch is not None and launch.shapes
+    }
+    return {
+        "kernel": kernel,
+        "variant": variant.name,
+        "capability": capability,
+        "registers": code.registers,
+        "spills": code.spills,
+        "shared_bytes": code.shared,
+        "instructions": code.instructions,
+        "turn_instructions": None if loop is None else len(loop),
+        "turn_tensor_instructions": None if loop is None else len(loop.tensor),
+        "programs": {gpu.name: resident_programs(code, gpu) for gpu in gpus},
+        "most_tflops": {gpu.name: round(most_tflops(code, gpu), 1) for gpu in multiplying},
+        "expected_tflops": {
+            gpu.name: round(most_tflops(code, gpu, takes_turns=False), 1) for gpu in multiplying
+        },
+        "shapes": forecasts,
+    }
 
 
 _HEADINGS = ("registers", "spills", "KiB shared", "programs", "instructions", "a turn", "tensor")
 _BOUNDS = ("most TFLOP/s", "expected")
 
 
-def _table(found: list[Row]) -> str:
-    width = max(len(row.variant) for row in found)
-    headings = "  ".join((*_HEADINGS, *_BOUNDS))
-    lines = [f"sm_{found[0].capability}", f"{'':11} {'':{width}}  {headings}"]
+def as_text(found: list[Figures]) -> str:
+    """A table a capability, and below it the forecasts of shapes."""
+    tables = (list(group) for _, group in groupby(sorted(found, key=_capability), _capability))
+    return "\n\n".join(map(_table, tables))
+
+
+_capability = itemgetter("capability")
+
+
+def _table(found: list[Figures]) -> str:
+    width = max(len(row["variant"]) for row in found)
+    headings = (*_HEADINGS, *_BOUNDS)
+    lines = [f"sm_{found[0]['capability']}", f"{'':11} {'':{width}}  {'  '.join(headings)}"]
     for row in found:
-        first_gpu = [next(iter(of_gpus.values()), None) for of_gpus in (row.most_tflops, row.expected_tflops)]
-        programs = next(iter(row.programs.values()), None)
-        numbers = [row.registers, row.spills, row.shared_bytes / 1024, programs, row.instructions]
-        numbers += [row.turn_instructions, row.turn_tensor_instructions, *first_gpu]
+        programs, *bounds = (
+            next(iter(row[name].values()), None) for name in ("programs", "most_tflops", "expected_tflops")
+        )
+        numbers = [row["registers"], row["spills"], row["shared_bytes"] / 1024, programs, row["instructions"]]
+        numbers += [row["turn_instructions"], row["turn_tensor_instructions"], *bounds]
         cells = (
             f"{'-' if number is None else format(number, '.0f'):>{len(heading)}}"
-            for number, heading in zip(numbers, (*_HEADINGS, *_BOUNDS), strict=True)
+            for number, heading in zip(numbers, headings, strict=True)
         )
-        lines.append(f"{row.kernel:11} {row.variant:{width}}  {'  '.join(cells)}")
+        lines.append(f"{row['kernel']:11} {row['variant']:{width}}  {'  '.join(cells)}")
     lines += [
-        f"{gpu:11} {row.variant:{width}}  {shape}: {_sentence(figures)}"
+        f"{gpu:11} {row['variant']:{width}}  {shape}: {_sentence(figures)}"
         for row in found
-        for gpu, shapes in row.shapes.items()
+        for gpu, shapes in row["shapes"].items()
         for shape, figures in shapes.items()
     ]
     return "\n".join(lines)
 
 
-def _sentence(figures: Mapping[str, Any]) -> str:
-    above = figures["us"] / figures["floor_us"] - 1
-    held_up_by = figures["held_up_by"]
-    rate = (
-        f"{above:.0%} above" if held_up_by == "memory" else f"{figures['tflops']:.0f} TFLOP/s; memory alone"
-    )
-    return f"{figures['us']:.1f} us, held up by {held_up_by}, {rate} {figures['floor_us']:.1f}"
-
-
-def _row(kernel: str, variant: Variant, capability: int) -> Row:
-    code = compiled(variant.source, capability)
-    loop = code.main_loop if code.loops else None
-    multiplies = loop is not None and len(loop.tensor) > 0
-    gpus = [gpu for gpu in GPUS if gpu.capability == capability]
-    return Row(
-        kernel,
-        variant.name,
-        capability,
-        code.registers,
-        code.spills,
-        code.shared,
-        code.instructions,
-        None if loop is None else len(loop),
-        None if loop is None else len(loop.tensor),
-        {gpu.name: resident_programs(code, gpu) for gpu in gpus},
-        {gpu.name: round(most_tflops(code, gpu), 1) for gpu in gpus if multiplies},
-        {gpu.name: round(expected_tflops(code, gpu), 1) for gpu in gpus if multiplies},
-        {gpu.name: shapes for gpu in gpus if (shapes := dict(variant.shapes(code, gpu)))},
-    )
-
-
-def _shapes_of(launch: MaxSimLaunch) -> Callable[[MachineCode, Gpu], dict[str, Any]]:
-    wanted: dict[str, MaxSimShape] = {}
-    if launch.dim == COLBERT.dim and launch.queries == "bf16":
-        if launch.longest_query == COLBERT.query:
-            wanted["10,000 documents of 180 tokens, 32 query tokens"] = COLBERT
-        if launch.longest_query > 128:
-            wanted["500 pages of 1,024 tokens, 1,024 query tokens"] = COLPALI
-    return lambda code, gpu: {
-        name: asdict(forecast(launch, code, shape, gpu)) for name, shape in wanted.items()
-    }
+def _sentence(figures: Figures) -> str:
+    us, floor, held_up_by = figures["us"], figures["floor_us"], figures["held_up_by"]
+    rate = f"{figures['tflops']:.0f} TFLOP/s; memory alone"
+    if held_up_by == "memory":
+        rate = f"{us / floor - 1:.0%} above"
+    return f"{us:.1f} us, held up by {held_up_by}, {rate} {floor:.1f}"

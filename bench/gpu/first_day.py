@@ -25,7 +25,6 @@ from typing import Any, Literal
 import click
 import numpy as np
 
-Value = str | float | None
 # A step reports a figure on a line that begins with this.
 _MARK = "found: "
 # Lines in which the engine says that it does not run as fast as it could.
@@ -42,12 +41,12 @@ class Prediction:
     """The number that a figure was predicted to reach (`at least`) or not to exceed (`at most`), on an H100
     and on an H200."""
 
+    wanted: Literal["at least", "at most"]
     figure: str
     unit: str
-    wanted: Literal["at least", "at most"]
     h100: float
     h200: float
-    source: str
+    source: str = "arithmetic"
 
     def row(self, gpu: str, measured: float) -> dict[str, object]:
         """The prediction for a GPU of this name, the H100's for any but an H200, beside a measurement."""
@@ -57,17 +56,8 @@ class Prediction:
         return asdict(self) | {"predicted": predicted, "measured": measured, "ratio": ratio, "met": met}
 
 
-_ARITHMETIC, _PUBLISHED, _AIM, _SEEN = "arithmetic", "published", "aim", "seen on such a GPU"
-
-
-def _least(figure: str, unit: str, h100: float, h200: float, source: str = _ARITHMETIC) -> Prediction:
-    return Prediction(figure, unit, "at least", h100, h200, source)
-
-
-def _most(figure: str, unit: str, h100: float, h200: float, source: str = _ARITHMETIC) -> Prediction:
-    return Prediction(figure, unit, "at most", h100, h200, source)
-
-
+_least, _most = partial(Prediction, "at least"), partial(Prediction, "at most")
+_PUBLISHED, _AIM, _SEEN = "published", "aim", "seen on such a GPU"
 _COLBERT = "MaxSim: ColBERT, 10,000 documents of 180 tokens"
 _COLPALI = "MaxSim: ColPali, 500 pages of 1,024 tokens"
 _QUERY_OF_64 = "MaxSim: a query of 64 tokens, 10,000 documents of 180"
@@ -149,7 +139,7 @@ class Outcome:
     name: str
     status: int | None
     seconds: float
-    found: Mapping[str, Value]
+    found: Mapping[str, str | float | None]
     warnings: tuple[str, ...]
 
     @property
@@ -201,15 +191,15 @@ def _run(step: Step, seconds: float, log: Path) -> Outcome:
     started, size = time.monotonic(), log.stat().st_size
     if seconds <= 0:
         return Outcome(step.name, None, 0.0, {}, ())
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("ab") as out:
-        inputs: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": out,
-            "stderr": out,
-            "env": environment,
-        }
-        process = subprocess.Popen(step.command, start_new_session=True, **inputs)
+        process = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
         try:
             status: int | None = process.wait(min(seconds, step.seconds))
         except subprocess.TimeoutExpired:
@@ -217,9 +207,7 @@ def _run(step: Step, seconds: float, log: Path) -> Outcome:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    with log.open("rb") as read:
-        read.seek(size)
-        lines = read.read().decode(errors="replace").splitlines()
+    lines = log.read_bytes()[size:].decode(errors="replace").splitlines()
     found = dict(json.loads(line.removeprefix(_MARK)) for line in lines if line.startswith(_MARK))
     warnings = tuple(line for line in lines if any(words in line for words in _WARNINGS))
     return Outcome(step.name, status, time.monotonic() - started, found, warnings)
@@ -259,19 +247,14 @@ def _gpu_name() -> str:
 # The steps themselves
 
 
-def show(name: str, value: Value) -> None:
-    """Prints a figure or a fact at once, so that nothing is lost if the process dies afterwards."""
-    print(_MARK + json.dumps([name, value]), flush=True)
-
-
-def show_all(figures: Mapping[str, object], prefix: str = "") -> None:
-    """Prints figures; nested ones are named after the outer one."""
+def show(figures: Mapping[str, object], prefix: str = "") -> None:
+    """Prints figures and facts at once: nothing is lost if the process dies afterwards. Nested ones are named
+    after the outer one."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
-            show_all(value, f"{prefix}{name}: ")
+            show(value, f"{prefix}{name}: ")
         else:
-            assert value is None or isinstance(value, str | float | int)
-            show(prefix + name, value)
+            print(_MARK + json.dumps([prefix + name, value]), flush=True)
 
 
 @main.command("step")
@@ -296,20 +279,20 @@ def _measure_maxsim(dry: bool) -> None:
     from maxsimd.bench.gpu import kernels
     from maxsimd.bench.report import machine
 
-    show_all(machine())
+    show(machine())
     for package in ("triton", "transformers", "flash-maxsim", "late-interaction-kernels"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            show(package, importlib.metadata.version(package))
+            show({package: importlib.metadata.version(package)})
     device = torch.device("cpu" if dry else "cuda")
     limits = kernels.measure_limits(device)
-    show_all({"limits": limits.figures()})
+    show({"limits": limits.figures()})
     setting = kernels.Setting(device, 1 if dry else 12, limits)
     few = (kernels.MaxSimShape("few", 4, 5, (9, 9), 16, rounded=True),)
     are_right = True
     for shape in few if dry else (*kernels.MAXSIM_SHAPES, *kernels.PUBLISHED_SHAPES):
         with torch.inference_mode():
             figures = kernels.measure_maxsim(shape, setting)
-        show_all(figures)
+        show(figures)
         are_right &= not any("maxsimd_failed" in values for values in figures.values())
     if not are_right:
         raise SystemExit(1)
@@ -356,12 +339,11 @@ def _measure_serving(dry: bool) -> None:
 
     workload = Workload("few", 6, 1, 64, 0.5, 3) if dry else WORKLOADS[0]
     model, device = _checkpoint("small" if dry else "jina"), "cpu" if dry else "cuda"
-    show_all(run_and_clean_up(measure_serving(model, device, (workload,))))
+    show(run_and_clean_up(measure_serving(model, device, (workload,))))
 
 
 def _measure_forward(model: str, dry: bool) -> None:
     """Shows tokens a second, milliseconds of the device and of the host that launches, launches, and gaps."""
-
     from maxsimd.bench.gpu import kernels
     from maxsimd.engine import EngineConfig
     from maxsimd.engine.device.load import load_device_model
@@ -369,19 +351,18 @@ def _measure_forward(model: str, dry: bool) -> None:
     started = time.perf_counter()
     config = EngineConfig(model=_checkpoint("small" if dry else model), device="cpu" if dry else "cuda")
     loaded = load_device_model(config)
-    show(f"forward, {model}: seconds to load", round(time.perf_counter() - started, 2))
-    show(f"forward, {model}: attention", loaded.attention)
-    show(f"forward, {model}: runner", type(loaded.runner).__name__)
+    seconds = round(time.perf_counter() - started, 2)
+    chosen = {"attention": loaded.attention, "runner": type(loaded.runner).__name__}
+    show({"seconds to load": seconds, **chosen}, f"forward, {model}: ")
     sizes = ((2, 8), (1, 16)) if dry else ((128, 128), (32, 512), (16, 1024), (8, 2048), (1, 512), (2, 1024))
     for count, tokens in sizes:
         run = partial(loaded.runner.forward, _random_step(loaded, count, tokens))
         taken = kernels.timings({model: run}, loaded.device, 1 if dry else 8)[model]
-        title = f"forward, {model}, {count} x {tokens:,} tokens"
-        show(f"{title}: ms", round(taken.streamed * 1e3, 4))
-        show(f"{title}: alone_ms", round(taken.alone * 1e3, 4))
-        show(f"{title}: tokens_per_s", round(count * tokens / taken.streamed))
+        figures = {"ms": round(taken.streamed * 1e3, 4), "alone_ms": round(taken.alone * 1e3, 4)}
+        figures["tokens_per_s"] = round(count * tokens / taken.streamed)
         if loaded.device.type == "cuda":
-            show_all(_kernels(run, _SHAPES[model].get("layers", 24)), f"{title}: ")
+            figures |= _kernels(run, _SHAPES[model].get("layers", 24))
+        show(figures, f"forward, {model}, {count} x {tokens:,} tokens: ")
 
 
 def _random_step(model: Any, count: int, tokens: int) -> Any:
@@ -415,9 +396,7 @@ def _kernels(run: Callable[[], object], layers: int) -> dict[str, Any]:
         print(f"  {sum(each) / 3e3:8.3f} ms  {len(each) // 3:5d} x  {name[:90]}")
     launches = sum(len(each) for name, each in times.items() if not name.startswith(("Memcpy", "Memset")))
     gaps = busy_share((event.time_range.start, event.time_range.end) for event in events)
-    chosen: dict[str, Any] = {
-        name: gaps[name] for name in ("gap_median_us", "longest_gap_us") if name in gaps
-    }
+    chosen = {name: gaps[name] for name in ("gap_median_us", "longest_gap_us") if name in gaps}
     all_ms = round(sum(map(sum, times.values())) / 3e3, 4)
     return chosen | {"kernels_ms": all_ms, "launches_a_layer": round(launches / 3 / layers, 1)}
 

@@ -58,22 +58,18 @@ def main(requests: int, max_tokens: int) -> None:
 
 def _scores(asked: list[Request], rounding: Rounding | None, max_tokens: int) -> dict[str, list[np.ndarray]]:
     """For late interaction and for mean pooling, each request's scores [documents]."""
-    from transformers import AutoModel, AutoTokenizer
+    from sentence_transformers import SentenceTransformer
 
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
-    model = AutoModel.from_pretrained(embedded_model_path()).eval()
-    if rounding is not None:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                _round(module, rounding)
-    texts = sorted({text for request in asked for text in (str(request.query), *request.documents)}, key=len)
-    states: dict[str, torch.Tensor] = {}
-    for first in range(0, len(texts), _BATCH):
-        batch = texts[first : first + _BATCH]
-        inputs = tokenizer(batch, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt")
-        hidden = model(**inputs).last_hidden_state
-        for text, rows, mask in zip(batch, hidden, inputs["attention_mask"], strict=True):
-            states[text] = rows[mask.bool()]
+    model = SentenceTransformer(embedded_model_path(), device="cpu")
+    model.max_seq_length = max_tokens
+    linear = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    for layer in linear if rounding is not None else ():
+        layer.weight = torch.nn.Parameter(rounding(layer.weight), requires_grad=False)
+        layer.register_forward_pre_hook(lambda _, given: (rounding(given[0]),))
+        layer.register_forward_hook(lambda _, given, made: to_bfloat16(made))
+    texts = list({text for request in asked for text in (str(request.query), *request.documents)})
+    encoded = model.encode(texts, batch_size=_BATCH, show_progress_bar=False, output_value="token_embeddings")
+    states = dict(zip(texts, encoded, strict=True))
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.normalize(rows, dim=-1)
@@ -85,12 +81,6 @@ def _scores(asked: list[Request], rounding: Rounding | None, max_tokens: int) ->
         late.append(np.array([float((unit(query) @ unit(rows).T).amax(1).sum()) for rows in documents]))
         pooled.append(np.array([float(unit(query.mean(0)) @ unit(rows.mean(0))) for rows in documents]))
     return {"late interaction": late, "pooled": pooled}
-
-
-def _round(layer: torch.nn.Linear, rounding: Rounding) -> None:
-    layer.weight = torch.nn.Parameter(rounding(layer.weight), requires_grad=False)
-    layer.register_forward_pre_hook(lambda _, given: (rounding(given[0]),))
-    layer.register_forward_hook(lambda _, given, made: to_bfloat16(made))
 
 
 if __name__ == "__main__":

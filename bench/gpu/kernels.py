@@ -299,18 +299,17 @@ def _flash(flash: Any, is_dense: bool) -> Contender:
 
 
 def _flash_int8(flash: Any) -> dict[str, Contender]:
-    def by_16_bits(scored: Scored) -> Run:
+    def rounded(scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
         assert scored.scales is not None
-        documents, scales = scored.dense(scored.rows), scored.dense(scored.scales.half())
-        return partial(flash.flash_maxsim_int8_symmetric, scored.query.half(), documents, scales)
+        return scored.dense(scored.rows), scored.dense(scored.scales.half())
 
-    def by_int8(scored: Scored) -> Run:
-        assert scored.scales is not None
-        documents, scales = scored.dense(scored.rows), scored.dense(scored.scales.half())
-        query, query_scales = flash.quantize_query_int8(scored.query)
-        return partial(flash.flash_maxsim_int8x8, scored.query, documents, scales, query, query_scales)
+    def by_int8(x: Scored) -> Run:
+        return partial(flash.flash_maxsim_int8x8, x.query, *rounded(x), *flash.quantize_query_int8(x.query))
 
-    return {"flash-maxsim": by_16_bits, "flash-maxsim, query in int8": by_int8}
+    return {
+        "flash-maxsim": lambda x: partial(flash.flash_maxsim_int8_symmetric, x.query.half(), *rounded(x)),
+        "flash-maxsim, query in int8": by_int8,
+    }
 
 
 def _late(late: Any, is_dense: bool) -> Contender:
@@ -341,8 +340,8 @@ class Setting:
     limits: Limits
 
     def copies(self, nbytes: int) -> int:
-        """The copies of data of `nbytes` to use in turns, so that none is in a GPU's cache when its turn
-        comes: the others are at least twice as large as the cache."""
+        """The number of copies of `nbytes` to use in turns. All but one are at least twice as large as the
+        GPU's cache: no call finds its data there."""
         if self.device.type != "cuda":
             return 2
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -362,23 +361,17 @@ class Work:
 
 
 @torch.inference_mode()
-def measure_kernels(
-    device: torch.device,
-    rounds: int,
-    maxsim_shapes: tuple[MaxSimShape, ...] = MAXSIM_SHAPES,
-    attention_shapes: tuple[AttentionShape, ...] = ATTENTION_SHAPES,
-    rows: int = 16_384,
-) -> Figures:
+def measure_kernels(device: torch.device, rounds: int) -> Figures:
     """Milliseconds of all contenders that are installed and right, on data outside the device's cache, and
     our rate as a share of the device's limit."""
     limits = measure_limits(device)
     setting = Setting(device, rounds, limits)
     figures: Figures = {"limits": limits.figures()}
-    for shape in maxsim_shapes:
+    for shape in MAXSIM_SHAPES:
         figures |= measure_maxsim(shape, setting)
-    for case in attention_shapes:
+    for case in ATTENTION_SHAPES:
         figures |= measure_attention(case, setting)
-    return figures | measure_projection(rows, 1024, 128, setting)
+    return figures | measure_projection(16_384, 1024, 128, setting)
 
 
 def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
@@ -388,69 +381,47 @@ def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
     scored += [draw(shape, setting.device, seed) for seed in range(1, setting.copies(first.nbytes))]
     operations = 2.0 * shape.query * len(first.rows) * shape.dim
     name, in_int8 = f"MaxSim: {shape.name}", f"MaxSim: {shape.name}, in int8"
-    ready = prepared(contenders(shape, setting.device), scored, first.exact(_COMPARED))
-    figures = _measured(name, ready, Work(operations, first.nbytes), setting)
-    if not shape.rounded:
-        return figures
-    del ready
-    scored = [each.rounded() for each in scored]
-    first = scored[0]
-    ready = prepared(contenders(shape, setting.device, in_int8=True), scored, first.exact(_COMPARED))
-    figures |= _measured(in_int8, ready, Work(operations, first.nbytes), setting)
-    if f"{OURS}_ms" in figures[in_int8]:
+    figures: Figures = {}
+    for title in (name, in_int8) if shape.rounded else (name,):
+        if title == in_int8:
+            scored = [each.rounded() for each in scored]
+        makers = contenders(shape, setting.device, in_int8=title == in_int8)
+        ready = prepared(makers, scored, scored[0].exact(_COMPARED))
+        figures |= _measured(title, ready, Work(operations, scored[0].nbytes), setting)
+        del ready
+    if f"{OURS}_ms" in figures.get(in_int8, {}):
         in_16_bits = min(value for key, value in figures[name].items() if key.endswith("_ms"))
         ratio = _digits(in_16_bits / figures[in_int8][f"{OURS}_ms"])
         figures[in_int8]["times_as_fast_as_the_best_in_16_bits"] = ratio
     return figures
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """Random `qkvs` in one `layout`, the `exact` attention over the first, and the number of pairs of a query
-    and a key that see each other."""
+def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
+    """The figures of the backends that run on the device, and of a product a sequence."""
+    from maxsimd.engine.execution.attention.select import candidates
 
-    layout: Layout
-    qkvs: list[QKV]
-    exact: torch.Tensor
-    pairs: int
-
-    def by(self, backend: AttentionBackend) -> Callable[[QKV], Run]:
-        """Attention by a backend."""
-        metadata = backend.prepare(self.layout, self.exact.device)
-        return lambda qkv: partial(backend.full, qkv, metadata)
-
-
-def _drawn_attention(shape: AttentionShape, setting: Setting) -> Drawn:
-    """Copies of the data of a shape, more than a cache holds."""
     device = setting.device
     low, high = shape.tokens // 2, shape.tokens * 3 // 2 + 1
     lengths = np.random.default_rng(0).integers(low, high, shape.sequences).tolist()
     starts = [0, *accumulate(lengths)]
     groups = tuple(Group(start, 1, n, (n,)) for start, n in zip(starts, lengths, strict=False))
     layout = Layout(shape.causal, groups)
+
+    def by(backend: AttentionBackend) -> Callable[[QKV], Run]:
+        metadata = backend.prepare(layout, device)
+        return lambda qkv: partial(backend.full, qkv, metadata)
+
     first = _draw_qkv(shape, sum(lengths), device)
-    copies = setting.copies(_nbytes(first))
-    qkvs = [first, *(_draw_qkv(shape, sum(lengths), device) for _ in range(copies - 1))]
+    nbytes = sum(x.nbytes for x in (first.query, first.key, first.value))
+    qkvs = [first, *(_draw_qkv(shape, sum(lengths), device) for _ in range(1, setting.copies(nbytes)))]
     wide = QKV(first.query.float(), first.key.float(), first.value.float(), first.scaling)
     exact = OneByOneBackend().full(wide, OneByOneBackend().prepare(layout, device))
+    found = candidates(device, torch.bfloat16)
+    makers = {"one by one": by(OneByOneBackend())}
+    makers |= {OURS if name == "triton" else name: by(make()) for name, make in found.items()}
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
-    return Drawn(layout, qkvs, exact, pairs)
-
-
-def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
-    """The figures of the backends that run on the device, and of a product a sequence."""
-    from maxsimd.engine.execution.attention.select import candidates
-
-    drawn = _drawn_attention(shape, setting)
-    found = candidates(setting.device, torch.bfloat16)
-    makers = {"one by one": drawn.by(OneByOneBackend())}
-    makers |= {OURS if name == "triton" else name: drawn.by(make()) for name, make in found.items()}
-    work = Work(4.0 * drawn.pairs * shape.heads * shape.head_dim, _nbytes(drawn.qkvs[0]))
-    return _measured(f"attention: {shape.name}", prepared(makers, drawn.qkvs, drawn.exact), work, setting)
-
-
-def _nbytes(qkv: QKV) -> int:
-    return sum(x.nbytes for x in (qkv.query, qkv.key, qkv.value))
+    work = Work(4.0 * pairs * shape.heads * shape.head_dim, nbytes)
+    return _measured(f"attention: {shape.name}", prepared(makers, qkvs, exact), work, setting)
 
 
 def measure_projection(rows: int, width: int, dim: int, setting: Setting) -> Figures:
@@ -509,24 +480,17 @@ def prepared(
 def _measured(name: str, ready: Prepared, work: Work, setting: Setting) -> Figures:
     """Two tables: calls without a gap, with rates; and calls that are waited for, one by one."""
     taken = timings(ready.runs, setting.device, setting.rounds)
-    streamed = _compared(taken, work, setting.limits)
-    streamed |= {f"{contender}_failed": why for contender, why in ready.failures.items()}
-    alone = {f"{contender}_ms": _digits(each.alone * 1e3) for contender, each in taken.items()}
+    streamed: Figures = {f"{each}_ms": _digits(found.streamed * 1e3) for each, found in taken.items()}
+    if OURS in taken:
+        ours = taken[OURS].streamed
+        streamed["share_of_what_the_device_can"] = _digits(work.seconds(setting.limits) / ours)
+        if others := [found.streamed for each, found in taken.items() if each != OURS]:
+            streamed["times_as_fast_as_the_best_other"] = _digits(min(others) / ours)
+        streamed["tflops"] = _digits(work.operations / ours / 1e12)
+        streamed["tbytes_per_s"] = _digits(work.nbytes / ours / 1e12)
+    streamed |= {f"{each}_failed": why for each, why in ready.failures.items()}
+    alone = {f"{each}_ms": _digits(found.alone * 1e3) for each, found in taken.items()}
     return {name: streamed, f"{name}, each call alone": alone}
-
-
-def _compared(taken: Mapping[str, Timing], work: Work, limits: Limits) -> Figures:
-    figures: Figures = {f"{name}_ms": _digits(each.streamed * 1e3) for name, each in taken.items()}
-    if OURS not in taken:
-        return figures
-    ours = taken[OURS].streamed
-    figures["share_of_what_the_device_can"] = _digits(work.seconds(limits) / ours)
-    others = [each.streamed for name, each in taken.items() if name != OURS]
-    if others:
-        figures["times_as_fast_as_the_best_other"] = _digits(min(others) / ours)
-    figures["tflops"] = _digits(work.operations / ours / 1e12)
-    figures["tbytes_per_s"] = _digits(work.nbytes / ours / 1e12)
-    return figures
 
 
 def _digits(value: float) -> float:
