@@ -1,8 +1,8 @@
 """The engine beside sentence-transformers, in turns: packed and padded, and each precision by the processor's
 instructions.
 
-`maxsimd bench instruction-sets` runs this module in a process for each cap on instructions, whose environment
-holds the caps of maxsimd, torch and oneDNN before torch is imported. That process prints JSON.
+`maxsimd bench instruction-sets` starts a process for each cap on instructions. Its environment holds the caps
+of maxsimd, torch and oneDNN before torch is imported.
 """
 
 import asyncio
@@ -13,23 +13,28 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import numpy as np
 import torch
 
-from maxsimd.bench.checkpoints import save_cross_encoder, save_text_model
+from maxsimd.bench.checkpoints import TEXT_SHAPES, save_cross_encoder, save_text_model
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.bench.report import Figures
+from maxsimd.bench.turns import Turns, median_ratio, take_turns
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
+from maxsimd.engine.execution.devices import choose_dtype, dtype_name
 from maxsimd.engine.execution.int8 import choose_path
 from maxsimd.engine.execution.linear import choose_method
 from maxsimd.engine.ops.cpu.library import VARIABLE, used_instruction_sets
@@ -42,7 +47,7 @@ _Output = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """The output of a run, its tokens if they are known, and processor time in other processes."""
+    """The output of a run, its tokens if they are known, and the processor time of another process."""
 
     output: _Output
     tokens: int = 0
@@ -88,59 +93,36 @@ def _is_classifier(model: str) -> bool:
     return "Classification" in Path(model, "config.json").read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """By name: seconds on the clock and of the processor, which busy neighbors change less; and outputs."""
-
-    seconds: dict[str, list[float]]
-    processor: dict[str, list[float]]
-    outputs: dict[str, _Output]
-    tokens: int
-
-
 async def _take_turns(
     runs: dict[str, _Run], pairs: list[Pair], rounds: int, seconds: float = math.inf
-) -> _Turns:
-    """Rounds of all, each begun by another run; none begins after `seconds`."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    processor: dict[str, list[float]] = {name: [] for name in runs}
-    outputs: dict[str, _Output] = {}
-    tokens = 0
+) -> Turns[_Done]:
     for run in runs.values():
         await run(pairs[:8])
-    until = time.perf_counter() + seconds
-    for number in range(rounds):
-        if number and time.perf_counter() > until:
-            break
-        names = list(runs)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            started, before = time.perf_counter(), time.process_time()
-            done = await runs[name](pairs)
-            processor[name].append(time.process_time() - before + done.processor_seconds)
-            taken[name].append(time.perf_counter() - started)
-            outputs[name], tokens = done.output, done.tokens or tokens
-    return _Turns(taken, processor, outputs, tokens)
+    contenders = {name: partial(run, pairs) for name, run in runs.items()}
+    return await take_turns(contenders, rounds, warm_up=False, seconds=seconds)
 
 
 async def measure_packed(
+    figures: Figures,
     shapes: Sequence[str],
-    dtypes: Sequence[str],
-    pairs: list[Pair],
+    dtype: str,
+    mix: str,
+    texts: int,
     layers: int,
     rounds: int,
     quantization: str,
-    figures: Figures,
 ) -> None:
     """Adds figures for each shape in each precision, and prints them as they come: packed by the engine,
     padded by it, and by sentence-transformers."""
-    for shape in shapes:
-        for dtype in dtypes:
-            name = f"{shape}, {dtype}"
-            figures[name] = await _packed(shape, dtype, pairs, layers, rounds, quantization)
-            click.echo(f"{name}: {figures[name]}", err=True)
+    fastest = dtype_name(choose_dtype("auto", torch.device("cpu")))
+    dtypes = dict.fromkeys(("float32", fastest)) if dtype == "auto" else (dtype,)
+    for shape, each in product(shapes or TEXT_SHAPES, dtypes):
+        name = f"{shape}, {each}"
+        figures[name] = await _packed(shape, each, _texts_of(mix, texts), layers, rounds, quantization)
+        click.echo(f"{name}: {figures[name]}", err=True)
 
 
-def texts_of(mix: str, count: int) -> list[Pair]:
+def _texts_of(mix: str, count: int) -> list[Pair]:
     """Docstrings without their first sentence, or mixed with as many first sentences. Each has a query."""
     pairs = docstring_pairs()
     if mix == "docstrings":
@@ -168,18 +150,19 @@ async def _packed(
             if quantization == "none":
                 runs["sentence_transformers"] = _by_sentence_transformers(model, dtype)
             turns = await _take_turns(runs, pairs, rounds)
-    figures = {"texts": float(len(pairs)), "tokens": float(turns.tokens)}
+    packed = turns.results["packed"][-1]
+    figures = {"texts": float(len(pairs)), "tokens": float(packed.tokens)}
     seconds, processor = (
         {name: statistics.median(each) for name, each in some.items()}
         for some in (turns.seconds, turns.processor)
     )
-    for name, output in turns.outputs.items():
+    for name, (*_, done) in turns.results.items():
         figures[f"{name}_s"] = round(seconds[name], 3)
         figures[f"{name}_processor_s"] = round(processor[name], 3)
         if name != "packed":
             figures[f"{name}_over_packed"] = round(seconds[name] / seconds["packed"], 2)
             figures[f"{name}_over_packed_processor"] = round(processor[name] / processor["packed"], 2)
-            figures[f"{name}_differs_by"] = float(np.abs(output - turns.outputs["packed"]).max())
+            figures[f"{name}_differs_by"] = float(np.abs(done.output - packed.output).max())
     return figures
 
 
@@ -190,7 +173,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "auto", "quantization": "int8"},
 }
 WHOLE = "the processor as it is"
-_SECONDS_TO_LOAD = 600
 _ENVIRONMENT = (VARIABLE, "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -234,7 +216,6 @@ def measure_instruction_sets(
     """Figures by the titles of the caps, each of `texts` docstrings in `rounds` rounds, or as many as begin
     within `seconds`. `onnx` is an interpreter whose ONNX Runtime is measured on the processor as it is."""
     threads = threads or len(os.sched_getaffinity(0))
-    numbers = [str(number) for number in (texts, rounds, seconds, threads)]
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
@@ -242,28 +223,24 @@ def measure_instruction_sets(
         model = save_cross_encoder(path) if shape == "minilm-l6" else save_text_model(shape, path, 12)
         for cap in caps():
             title = WHOLE if cap is None else cap.title
-            arguments = [model, *numbers, *([onnx] if onnx is not None and cap is None else [])]
-            found = _in_a_process(arguments, cap, _SECONDS_TO_LOAD + 10 * seconds)
+            environment = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
+            environment |= {} if cap is None else cap.environment
+            arguments = (model, texts, rounds, seconds, threads, onnx if cap is None else None)
+            with (
+                patch.dict(os.environ, environment, clear=True),
+                ProcessPoolExecutor(1, get_context("spawn")) as process,
+            ):
+                found = process.submit(_measure_precisions, *arguments).result()
             figures[title] = {"emulated": cap is not None, **found}
             click.echo(f"{title}: {found['over_sentence_transformers']}", err=True)
     return figures
 
 
-def _in_a_process(arguments: list[str], cap: Cap | None, timeout: float) -> Figures:
-    environment = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
-    environment |= {} if cap is None else cap.environment
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        timeout=timeout,
-        check=True,
-    )
-    found: Figures = json.loads(done.stdout.splitlines()[-1])
-    return found
+def _measure_precisions(*arguments: Any) -> Figures:
+    return asyncio.run(_precisions(*arguments))
 
 
-async def _measure_precisions(
+async def _precisions(
     model: str, texts: int, rounds: int, seconds: float, threads: int, onnx: str | None
 ) -> Figures:
     """Medians of each precision, in turns, and the median of each round's ratios."""
@@ -286,6 +263,8 @@ async def _measure_precisions(
         if onnx is not None:
             runs[_ONNX], versions = stack.enter_context(_by_onnx(onnx, model, threads))
         turns = await _take_turns(runs, docstring_pairs()[:texts], rounds, seconds)
+    if onnx is not None:
+        turns.processor[_ONNX] = [done.processor_seconds for done in turns.results[_ONNX]]
     figures: Figures = {
         "instructions": used_instruction_sets(),
         "torch": torch.backends.cpu.get_cpu_capability(),
@@ -293,16 +272,13 @@ async def _measure_precisions(
     figures |= {"paths": paths, "refused": refused, "onnx": versions, "rounds": len(turns.seconds[_PEER])}
     figures["seconds"] = {name: round(statistics.median(each), 3) for name, each in turns.seconds.items()}
     for suffix, taken in (("", turns.seconds), ("_in_processor_time", turns.processor)):
-        others = {name: _ratio(taken[_PEER], each) for name, each in taken.items() if name != _PEER}
+        others = {name: median_ratio(taken[_PEER], each) for name, each in taken.items() if name != _PEER}
         figures[f"over_sentence_transformers{suffix}"] = others
         if {"int8", "float32"} <= taken.keys():
-            figures[f"int8_over_float32{suffix}"] = _ratio(taken["float32"], taken["int8"])
-    outputs = turns.outputs
-    figures["differs_by"] = {
-        name: float(np.abs(output - outputs[_PEER]).max())
-        for name, output in outputs.items()
-        if name != _PEER
-    }
+            figures[f"int8_over_float32{suffix}"] = median_ratio(taken["float32"], taken["int8"])
+    outputs = {name: results[-1].output for name, results in turns.results.items()}
+    exact = outputs.pop(_PEER)
+    figures["differs_by"] = {name: float(np.abs(each - exact).max()) for name, each in outputs.items()}
     return figures
 
 
@@ -312,11 +288,6 @@ def _path(engine: Engine, name: str) -> str:
     if is_compiled_supported(torch.device("cpu"), dtype) and (name != "int8" or dtype is torch.bfloat16):
         return "our kernels"
     return choose_path(True).name if name == "int8" else choose_method(dtype).name
-
-
-def _ratio(slow: list[float], fast: list[float]) -> float:
-    """The speedup: the median of the rounds' ratios."""
-    return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 2)
 
 
 @contextlib.contextmanager
@@ -339,16 +310,3 @@ def _by_onnx(interpreter: str, model: str, threads: int) -> Iterator[tuple[_Run,
             yield run, versions
         finally:
             stdin.close()
-
-
-def main() -> None:
-    """MODEL TEXTS ROUNDS SECONDS THREADS [INTERPRETER]"""
-    model, texts, rounds, seconds, threads, *onnx = sys.argv[1:]
-    logging.basicConfig(level=logging.WARNING)
-    interpreter = onnx[0] if onnx else None
-    numbers = int(texts), int(rounds), float(seconds), int(threads)
-    print(json.dumps(asyncio.run(_measure_precisions(model, *numbers, interpreter))))
-
-
-if __name__ == "__main__":
-    main()

@@ -68,13 +68,11 @@ def save_text_model(shape: str, folder: Path, layers: int) -> str:
         case "modernbert-base":  # answerdotai/ModernBERT-base: windows of 128 tokens but in every third layer
             special = ("pad_token_id", "bos_token_id", "cls_token_id", "sep_token_id", "eos_token_id")
             model = hf.ModernBertModel(hf.ModernBertConfig(**common, **dict.fromkeys(special, 0)))
-        case "lfm2-350m":  # LiquidAI/LFM2-350M: short convolutions, and attention in two of five layers
+        case _:  # lfm2-350m, LiquidAI/LFM2-350M: short convolutions, and attention in two of five layers
             common |= {"hidden_size": 1024, "intermediate_size": 6656, "max_position_embeddings": 2048}
             common |= {"num_attention_heads": 16, "num_key_value_heads": 8}
             kinds = ["full_attention" if i % 5 in (1, 3) else "conv" for i in range(layers)]
             model = hf.Lfm2Model(hf.Lfm2Config(**common, layer_types=kinds))
-        case _:
-            raise ValueError(f"there is no shape {shape!r}")
     for name, weight in model.named_parameters():
         if ".experts." in name:  # which no class of transformers fills
             torch.nn.init.normal_(weight, std=0.02)
@@ -83,7 +81,8 @@ def save_text_model(shape: str, folder: Path, layers: int) -> str:
 
 
 def save_reranker(shape: str, folder: Path) -> str:
-    """Saves a model of one of `RERANKERS`, with all of its layers, and MiniLM's vocabulary."""
+    """Saves a model of one of `RERANKERS`, with all of its layers, or a small causal one. All have MiniLM's
+    vocabulary."""
     import torch
     import transformers as hf
 
@@ -103,14 +102,17 @@ def save_reranker(shape: str, folder: Path) -> str:
             special = ("bos_token_id", "cls_token_id", "sep_token_id", "eos_token_id")
             common |= dict.fromkeys(special, 0) | {"classifier_pooling": "mean"}
             model = hf.ModernBertForSequenceClassification(hf.ModernBertConfig(**common))
-        case "qwen3-0.6b":  # Qwen/Qwen3-Reranker-0.6B, converted into a classifier
+        case "small causal":
+            common |= {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}
+            common |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+            common |= {"max_position_embeddings": 1024}
+            model = hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**common))
+        case _:  # qwen3-0.6b, Qwen/Qwen3-Reranker-0.6B, converted into a classifier
             common |= {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
             common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
             # 40,960 published: vLLM refuses to start without room for the keys and values of one such text.
             common |= {"max_position_embeddings": 8192}
             model = hf.Qwen3ForSequenceClassification(hf.Qwen3Config(**common))
-        case _:
-            raise ValueError(f"there is no shape {shape!r}")
     model.to(torch.bfloat16).save_pretrained(folder)
     return _with_tokenizer(folder, token_types=False)
 
@@ -158,20 +160,6 @@ def save_colbert(folder: Path) -> str:
     metadata |= {"mask_punctuation": True, "similarity": "cosine"}
     (folder / "artifact.metadata").write_text(json.dumps(metadata))
     return _with_tokenizer(folder)
-
-
-def save_causal_reranker(folder: str) -> None:
-    """Saves a small `Qwen3ForSequenceClassification`."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
-
-    tokenizer = AutoTokenizer.from_pretrained(_embedded_path())
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 512, "num_hidden_layers": 8}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536}
-    sizes |= {"max_position_embeddings": 1024, "num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    Qwen3ForSequenceClassification(Qwen3Config(**sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _embedded_path() -> str:

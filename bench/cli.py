@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -16,13 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.api.help import Commands
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.checkpoints import PAGE_SHAPES, RERANKERS, TEXT_SHAPES
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.peers import EXPERIMENTS
-from maxsimd.bench.report import Figures, Report, publish, run_and_clean_up, write_report
+from maxsimd.bench.report import Figures, publish, run_and_clean_up, write_report
 from maxsimd.engine.config import EngineConfig
 from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE
 
@@ -41,6 +39,11 @@ def _number(name: str, default: Any, help: str | None = None, **more: Any) -> Ca
 
 def _choice(name: str, choices: Iterable[str], default: str, help: str | None = None) -> Callable[[F], F]:
     return click.option(name, type=click.Choice(list(choices)), default=default, show_default=True, help=help)
+
+
+def _several(*names: str, choices: Iterable[str], help: str, default: str | bool = "all") -> Callable[[F], F]:
+    kind = click.Choice(list(choices))
+    return click.option(*names, type=kind, multiple=True, help=f"{help}; repeatable", show_default=default)
 
 
 def _rounds(default: int, help: str | None = "Rounds; medians are reported") -> Callable[[F], F]:
@@ -101,12 +104,6 @@ def _make_requests(workload: dict[str, Any]) -> list[Request]:
     return random_requests(count, documents, length, ratio, workload["shared_query"], seed)
 
 
-def _finish(report: Report, json_file: str | None) -> None:
-    click.echo(report.show())
-    if json_file:
-        report.write(json_file)
-
-
 # The benchmarks that plain help lists.
 _FOR_USERS = ("serve", "engine", "cache", "files", "overload", "peers", "startup")
 
@@ -130,18 +127,15 @@ def bench() -> None:
     """Measure throughput, latency and ranking quality."""
 
 
-_Measured = Figures | Coroutine[Any, Any, Figures]
-
-
 def _benchmark(
-    name: str, function: str = "", run: Callable[[Coroutine[Any, Any, Figures]], Figures] = run_and_clean_up
-) -> Callable[[Callable[..., _Measured | None]], click.Command]:
-    """Makes a command of a function that returns figures, or a coroutine that measures them: the decorated
-    one, or a `function` of a module here, which is imported when the command runs. It gets the values of the
-    options; those of the engine as one `config`. Figures are printed, and written with the values to the
-    file of the option --json."""
+    name: str, function: str, run: Callable[[Coroutine[Any, Any, Figures]], Figures] = run_and_clean_up
+) -> Callable[[Callable[[], None]], click.Command]:
+    """Makes a command of a function without a body: it calls a `function` of a module here, which is imported
+    when the command runs, and returns figures or a coroutine. The function gets the values of the options;
+    those of the engine as one `config`. Figures are printed, and written with the values to the file of the
+    option --json."""
 
-    def decorate(decorated: Callable[..., Any]) -> click.Command:
+    def decorate(decorated: Callable[[], None]) -> click.Command:
         @functools.wraps(decorated)
         def command(json_file: str | None, **values: Any) -> None:
             settings = values
@@ -150,8 +144,7 @@ def _benchmark(
                 plain = asdict(EngineConfig())
                 settings = values | {k: v for k, v in asdict(config).items() if v != plain[k]}
                 values = {"config": config, **values}
-            measure = resolve_name(f"maxsimd.bench.{function}") if function else decorated
-            found = measure(**values)
+            found = resolve_name(f"maxsimd.bench.{function}")(**values)
             publish(settings, run(found) if isinstance(found, Coroutine) else found, json_file)
 
         _json(command)
@@ -179,7 +172,7 @@ def bench_engine(**values: Any) -> None:
     plain = replace(config, doc_token_pooling=None, quantization="none")
     if plain != config:
         report.add_cost_in_ranking(asyncio.run(run_engine(plain, requests, values)))
-    _finish(report, values["json_file"])
+    report.publish(values["json_file"])
 
 
 @bench.command("serve")
@@ -198,7 +191,7 @@ def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
         raise click.ClickException(
             f"no server answers at {url}; start one with `maxsimd serve`, or give its address with --url"
         ) from error
-    _finish(report, values["json_file"])
+    report.publish(values["json_file"])
 
 
 @_benchmark("allpool", "methods.measure_allpool")
@@ -269,26 +262,16 @@ def bench_muvera() -> None:
     """Compare fixed dimensional encodings (MUVERA) with MaxSim, in several variants."""
 
 
-@_benchmark("several")
+@_benchmark("several", "in_process.measure_several", asyncio.run)
 @click.argument("models", nargs=-1)
 @click.option("--weights", default="3,1", show_default=True, help="Device shares of the two models")
 @_number("--seconds", 30.0, "Seconds of mixed load")
 @_precision("float32")
 @click.option("--threads", type=int, help="Threads for computing")
-def bench_several(
-    models: tuple[str, ...], weights: str, seconds: float, dtype: str, threads: int | None
-) -> _Measured:
+def bench_several() -> None:
     """Measure memory and device shares of two models in one process.
 
     MODELS are two folders. The default is random checkpoints as large as mpnet-base and deberta-v3-base."""
-    if len(models) not in (0, 2):
-        raise click.UsageError(f"name two models or none, not {len(models)}")
-    first, second = map(float, weights.split(","))
-    from maxsimd.bench.in_process import measure_memory, measure_shares, two_models
-
-    with two_models(models) as folders:
-        figures = measure_memory(folders, dtype, threads)
-        return figures | asyncio.run(measure_shares(folders, (first, second), seconds, dtype, threads))
 
 
 @_benchmark("single", "single.measure_single")
@@ -303,14 +286,7 @@ def bench_single() -> None:
 
 
 @bench.command("packed")
-@click.option(
-    "--shape",
-    "shapes",
-    type=click.Choice(TEXT_SHAPES),
-    multiple=True,
-    help="Shape of the model; repeatable",
-    show_default="all",
-)
+@_several("--shape", "shapes", choices=TEXT_SHAPES, help="Shape of the model")
 @_number("--texts", 200, "Texts of different lengths")
 @_choice(
     "--mix", ("docstrings", "mixed"), "docstrings", "Docstrings, or docstrings and single sentences in turn"
@@ -320,24 +296,15 @@ def bench_single() -> None:
 @_choice("--dtype", ("auto", "bfloat16", "float32"), "auto", _AUTO_HELP)
 @_quantization
 @_json
-def bench_packed(
-    shapes: tuple[str, ...], mix: str, dtype: str, quantization: str, json_file: str | None, **sizes: int
-) -> None:
+def bench_packed(json_file: str | None, **settings: Any) -> None:
     """Compare packed batches with padded ones and with sentence-transformers."""
-    import torch
+    from maxsimd.bench.beside_library import measure_packed
 
-    from maxsimd.bench.beside_library import measure_packed, texts_of
-    from maxsimd.engine.execution.devices import choose_dtype, dtype_name
-
-    fastest = dtype_name(choose_dtype("auto", torch.device("cpu")))
-    dtypes = list(dict.fromkeys(["float32", fastest])) if dtype == "auto" else [dtype]
     figures: Figures = {}
     try:
-        pairs, layers, rounds = texts_of(mix, sizes["texts"]), sizes["layers"], sizes["rounds"]
-        chosen = shapes or TEXT_SHAPES
-        run_and_clean_up(measure_packed(chosen, dtypes, pairs, layers, rounds, quantization, figures))
+        run_and_clean_up(measure_packed(figures, **settings))
     finally:  # a run that is ended early has some shapes
-        publish({"mix": mix, "quantization": quantization, **sizes}, figures, json_file)
+        publish(settings, figures, json_file)
 
 
 @_benchmark("instruction-sets", "beside_library.measure_instruction_sets")
@@ -465,14 +432,7 @@ def bench_pages() -> None:
 
 
 @_benchmark("page-speed", "pages.measure_page_speed")
-@click.option(
-    "--shape",
-    "shapes",
-    type=click.Choice(list(PAGE_SHAPES)),
-    multiple=True,
-    help="Shape of the model; repeatable",
-    show_default="all",
-)
+@_several("--shape", "shapes", choices=PAGE_SHAPES, help="Shape of the model")
 @_number("--pages", 20, "Pages of different sizes")
 @_layers
 @_rounds(3)
@@ -544,88 +504,31 @@ def bench_fleet(
         draw_fleets(figures, Path(plot_file))
 
 
-_FLEETS = {
-    "one process": (),
-    "2 fronts, 1 replica": ("--fronts", "2"),
-    "1 front, 2 replicas": ("--replicas", "2"),
-    "2 fronts, 2 replicas": ("--fronts", "2", "--replicas", "2"),
-}
-
-
-@_benchmark("fleet-overhead")
+@_benchmark("fleet-overhead", "servers.measure_fleet_overhead")
 @_executable
 @_rounds(3)
 @_number("--seconds", 5.0, "Seconds of new documents")
-def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float) -> _Measured:
+def bench_fleet_overhead() -> None:
     """Compare several fronts and replicas with one process."""
-    from maxsimd.bench.load import maxsimd
-    from maxsimd.bench.servers import measure_overhead
-
-    servers = [
-        maxsimd(name, *options, "--cache-mb", "256", executable=executable)
-        for name, options in _FLEETS.items()
-    ]
-    return measure_overhead(servers, rounds, seconds, {})
 
 
-# The titles of Ray's processes that requests pass through.
-_RAY_TITLES = {
-    "the proxy": "ray::ProxyActor",
-    "the front": "ray::ServeReplica:maxsimd:Front",
-    "the scorer": "ray::ServeReplica:maxsimd:Scorer",
-}
-
-
-@_benchmark("cluster-overhead")
+@_benchmark("cluster-overhead", "servers.measure_cluster_overhead")
 @_rounds(3)
 @_number("--seconds", 5.0, "Seconds of new documents")
 @_number("--cpus", 2, "Threads of the server and the scorer")
-def bench_cluster_overhead(rounds: int, seconds: float, cpus: int) -> _Measured:
+def bench_cluster_overhead() -> None:
     """Compare a front and a scorer on Ray with a server of one process."""
-    require_ray()
-    from maxsimd.bench.load import Server, maxsimd
-    from maxsimd.bench.servers import measure_overhead
-
-    own = str(Path(sys.executable).with_name("maxsimd"))
-    servers = [
-        maxsimd("one process", "--cache-mb", "256", "--threads", str(cpus)),
-        Server("on Ray", (own, "cluster", "serve", "--cache-mb", "256", "--num-cpus", str(cpus))),
-    ]
-    figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, _RAY_TITLES))
-    ratio = figures["on Ray: new documents/s"] / figures["one process: new documents/s"]
-    return figures | {"new documents/s, on Ray / one process": round(ratio, 3)}
 
 
-@_benchmark("cluster-hits")
+@_benchmark("cluster-hits", "cluster.measure_cluster_hits")
 @_number("--seed", 0, "Seed of all randomness")
-def bench_cluster_hits(seed: int) -> _Measured:
+def bench_cluster_hits() -> None:
     """Measure cache hits on Ray by placement, after failures and growth."""
-    require_ray()
-    from maxsimd.bench.cluster import measure_hits
-
-    with ray_session(None, num_cpus=5):
-        from ray import serve
-
-        serve.start(proxy_location="Disabled")
-        figures = run_and_clean_up(measure_hits(seed))
-        serve.shutdown()
-    return figures
 
 
 @bench.command("peers")
-@click.option(
-    "--only",
-    multiple=True,
-    type=click.Choice(list(EXPERIMENTS)),
-    help="Experiment to run; repeatable",
-    show_default="all",
-)
-@click.option(
-    "--shape",
-    multiple=True,
-    type=click.Choice(list(RERANKERS)),
-    help="Run a model's shape, and only what is named; repeatable",
-)
+@_several("--only", choices=EXPERIMENTS, help="Experiment to run")
+@_several("--shape", choices=RERANKERS, help="Run a model's shape, and only what is named", default=False)
 @_rounds(5)
 @click.option(
     "--vllm", "vllm_executable", type=click.Path(exists=True), help="Command vllm of its environment"
@@ -658,8 +561,7 @@ def bench_peers(only: tuple[str, ...], shape: tuple[str, ...], out: str | None, 
         written += draw(folder)
     except ImportError:
         click.echo("no plots: pip install matplotlib", err=True)
-    for path in written:
-        click.echo(f"wrote {path}", err=True)
+    _name_written(written)
 
 
 @bench.command("plots")
@@ -682,7 +584,16 @@ def bench_plots(folder: str) -> None:
 def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str | None) -> None:
     """Measure kernels on this GPU, beside plain torch and other packages that are installed."""
     if compiled:
-        _print_compiled(json_file)
+        from maxsimd.bench.gpu import compiled as table
+        from maxsimd.engine.ops import triton as triton_ops
+
+        if importlib.util.find_spec("triton") is None:
+            raise click.ClickException(f"nothing compiles kernels, because {triton_ops.MISSING}")
+        rows = list(table.rows())
+        click.echo(table.as_text(rows))
+        if json_file is not None:
+            Path(json_file).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+            _name_written([Path(json_file)])
         return
     if json_file is not None:
         raise click.UsageError("--json goes with --compiled; otherwise, --out names a folder")
@@ -693,13 +604,7 @@ def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str |
 
 
 @bench.command("gpu")
-@click.option(
-    "--only",
-    multiple=True,
-    type=click.Choice(["serving", "trace"]),
-    help="Experiment to run; repeatable",
-    show_default="all",
-)
+@_several("--only", choices=("serving", "trace"), help="Experiment to run")
 @_out
 def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
     """Measure a ColBERT on this GPU: published workloads, and how busy the device is."""
@@ -719,24 +624,15 @@ def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
     _finish_gpu("serving-gpu", "Servers on a GPU", figures, out)
 
 
-def _print_compiled(json_file: str | None) -> None:
-    from maxsimd.bench.gpu import compiled
-    from maxsimd.engine.ops import triton as triton_ops
-
-    if importlib.util.find_spec("triton") is None:
-        raise click.ClickException(f"nothing compiles kernels, because {triton_ops.MISSING}")
-    rows = list(compiled.rows())
-    click.echo(compiled.as_text(rows))
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        click.echo(f"wrote {json_file}", err=True)
-
-
 def _finish_gpu(name: str, title: str, figures: Figures, out: str | None) -> None:
     publish({}, figures, None)
     if out is not None:
-        for path in write_report(name, title, figures, Path(out)):
-            click.echo(f"wrote {path}", err=True)
+        _name_written(write_report(name, title, figures, Path(out)))
+
+
+def _name_written(paths: Iterable[Path]) -> None:
+    for path in paths:
+        click.echo(f"wrote {path}", err=True)
 
 
 def _gpu() -> "torch.device":

@@ -7,17 +7,19 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
 from maxsimd.api.cluster.config import AppConfig, serve_yaml
+from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import Job, Spreader
 from maxsimd.bench.datasets import QUERY, docstring_pairs
+from maxsimd.bench.load import processes_titled
+from maxsimd.bench.report import Figures, run_and_clean_up
 
 # The scorers' caches in MiB, and documents a request.
 _CACHE_MB, _DOCUMENTS = 16, 40
@@ -81,9 +83,21 @@ class _Traffic:
         return float(np.mean([await self.hits() for _ in range(requests)]))
 
 
-async def measure_hits(seed: int) -> dict[str, Any]:
+def measure_cluster_hits(seed: int) -> Figures:
+    """Starts Ray and Serve for `_measure_hits`."""
+    require_ray()
+    with ray_session(None, num_cpus=5):
+        from ray import serve
+
+        serve.start(proxy_location="Disabled")
+        figures = run_and_clean_up(_measure_hits(seed))
+        serve.shutdown()
+    return figures
+
+
+async def _measure_hits(seed: int) -> dict[str, Any]:
     """Shares of documents that were cached, by owner and anywhere, on two scorers; and requests and seconds
-    until hits are back after one is killed, and after a third has come. Ray and Serve must run here."""
+    until hits are back after one is killed, and after a third has come."""
     roster = Roster()
     engine = FleetEngine(roster)
     anywhere = FleetEngine(roster, spreader=AnywhereSpreader(roster, 30.0))
@@ -162,10 +176,5 @@ def _watch(roster: Roster) -> None:
 
 
 def _kill_one(seed: int) -> None:
-    title = f"ray::ServeReplica:{_NAME}:Scorer"
-    scorers = [
-        int(entry)
-        for entry in filter(str.isdigit, os.listdir("/proc"))
-        if Path("/proc", entry, "cmdline").read_text().startswith(title)
-    ]
+    scorers = processes_titled(f"ray::ServeReplica:{_NAME}:Scorer")
     os.kill(random.Random(seed).choice(scorers), signal.SIGKILL)

@@ -6,22 +6,24 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
 from maxsimd.api.process import frequent_thread_switches, postponed_garbage_collection, resident_bytes
-from maxsimd.bench.checkpoints import save_causal_reranker, save_cross_encoder, save_text_model
+from maxsimd.bench.checkpoints import save_cross_encoder, save_reranker, save_text_model
 from maxsimd.bench.datasets import QUERY, Bm25, Pair, docstring_pairs, numbered_documents
+from maxsimd.bench.turns import medians, take_turns
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, Engines, Muvera, RerankResult
 from maxsimd.engine.device.host import give_back_memory
 
@@ -44,12 +46,12 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
     texts = numbered_documents(documents)
     with tempfile.TemporaryDirectory() as folder:
         config = replace(config, cache_dir=folder, cache_mb=max(config.cache_mb or 0, 2048))
-        encoded, cached, restarted = [], [], []
+        restarted = []
         async with Engine(config) as engine:
-            await engine.score(QUERY, texts, truncation=CUT_LONG, cache="use")
-            for _ in range(rounds):
-                encoded.append(await _timed(engine.score(QUERY, texts, truncation=CUT_LONG, cache="bypass")))
-                cached.append(await _timed(engine.score(QUERY, texts, truncation=CUT_LONG, cache="use")))
+            score = partial(engine.score, QUERY, texts, truncation=CUT_LONG)
+            await score(cache="use")
+            ways = {"encoded": partial(score, cache="bypass"), "cached": partial(score, cache="use")}
+            turns = await take_turns(ways, rounds, warm_up=False)
             cache = engine.device_model.cache
             assert cache is not None
             size = cache.memory_bytes
@@ -57,17 +59,20 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
             async with Engine(config) as engine:
                 await engine.score(QUERY, ["warm up"])
                 restarted.append(await _timed(engine.score(QUERY, texts, truncation=CUT_LONG, cache="use")))
-    slow, fast, first = (
-        statistics.median(seconds for seconds, _ in turns) for turns in (encoded, cached, restarted)
+    seconds, results = zip(*restarted, strict=True)
+    slow, fast = (statistics.median(turns.seconds[name]) for name in ("encoded", "cached"))
+    first = statistics.median(seconds)
+    exact, others = (
+        turns.results["encoded"][0],
+        [each.scores for each in (*turns.results["cached"], *results)],
     )
-    exact, others = encoded[0][1], [result.scores for _, result in cached + restarted]
     return {
         "documents": documents,
         "tokens_a_document": round(exact.usage.prompt_tokens / documents, 1),
         "encoded_ms": round(slow * 1e3, 1),
         "cached_in_memory_ms": round(fast * 1e3, 1),
         "after_a_restart_ms": round(first * 1e3, 1),
-        "slowest_after_a_restart_ms": round(max(seconds for seconds, _ in restarted) * 1e3, 1),
+        "slowest_after_a_restart_ms": round(max(seconds) * 1e3, 1),
         "encoded_over_memory": round(slow / fast, 1),
         "encoded_over_restart": round(slow / first, 1),
         "largest_difference_of_scores": max(
@@ -82,21 +87,19 @@ async def measure_cached_pairs(model: str | None, documents: int, rounds: int) -
     """Medians of `rounds` requests to a cross-encoder, run and from the cache in turns."""
     texts = [pair.document for pair in docstring_pairs()][:documents]
     with tempfile.TemporaryDirectory() as folder:
-        run, cached = [], []
         async with Engine(EngineConfig(model=model or save_cross_encoder(Path(folder)))) as engine:
             await engine.score(QUERY, texts, cache="use")
-            for _ in range(rounds):
-                run.append(await _timed(engine.score(QUERY, texts, cache="bypass")))
-                cached.append(await _timed(engine.score(QUERY, texts, cache="use")))
-    slow, fast = (statistics.median(seconds for seconds, _ in turns) for turns in (run, cached))
-    scores = [result.scores for _, result in (*run, *cached)]
+            score = partial(engine.score, QUERY, texts)
+            ways = {"run": partial(score, cache="bypass"), "cached": partial(score, cache="use")}
+            turns = await take_turns(ways, rounds, warm_up=False)
+    results = turns.results["run"] + turns.results["cached"]
     return {
         "documents": len(texts),
-        "tokens_a_document": round(run[0][1].usage.prompt_tokens / len(texts), 1),
-        "run_ms": round(slow * 1e3, 1),
-        "cached_ms": round(fast * 1e3, 2),
-        "run_over_cached": round(slow / fast, 1),
-        "answers_with_other_bits": sum(each != scores[0] for each in scores),
+        "tokens_a_document": round(results[0].usage.prompt_tokens / len(texts), 1),
+        "run_ms": turns.median_ms("run"),
+        "cached_ms": turns.median_ms("cached", 2),
+        "run_over_cached": turns.ratio("run", "cached"),
+        "answers_with_other_bits": sum(each.scores != results[0].scores for each in results),
     }
 
 
@@ -111,23 +114,19 @@ async def measure_crowd(config: EngineConfig, requests: int, documents: int, rou
             await engine.score(QUERY, texts, truncation=CUT_LONG)
             with postponed_garbage_collection():
                 figures = [await _crowd(engine, texts, requests, number) for number in range(rounds)]
-    names = ("alone_ms", "behind_the_crowd_ms", "step_ms", "mean_step_ms", "crowd_ms")
-    medians = {
-        name: round(statistics.median(values) * 1e3, 2)
-        for name, values in zip(names, zip(*figures, strict=True), strict=True)
-    }
-    limit = 3 * medians["alone_ms"] + medians["step_ms"]
+    found = medians(figures, 2)
+    limit = 3 * found["alone_ms"] + found["step_ms"]
     return {
         "crowd_requests": requests,
         "documents_each": documents,
-        **medians,
+        **found,
         "limit_ms": round(limit, 2),
-        "behind_over_limit": round(medians["behind_the_crowd_ms"] / limit, 3),
+        "behind_over_limit": round(found["behind_the_crowd_ms"] / limit, 3),
     }
 
 
-async def _crowd(engine: Engine, texts: list[str], requests: int, number: int) -> tuple[float, ...]:
-    """Seconds: the request alone, behind the crowd, the step it stood behind, the mean step, the crowd."""
+async def _crowd(engine: Engine, texts: list[str], requests: int, number: int) -> dict[str, float]:
+    """The request alone and behind the crowd, the step it stood behind, the mean step, and the crowd."""
     alone, _ = await _timed(engine.score(QUERY, [f"alone {number}"]))
     steps = _StepSeconds()
     metrics: Any = engine.metrics
@@ -144,7 +143,9 @@ async def _crowd(engine: Engine, texts: list[str], requests: int, number: int) -
     await asyncio.gather(*crowd)
     crowd_seconds = time.perf_counter() - started
     metrics.step_seconds = usual
-    return alone, behind, steps[num_before], statistics.mean(steps), crowd_seconds
+    names = ("alone_ms", "behind_the_crowd_ms", "step_ms", "mean_step_ms", "crowd_ms")
+    seconds = (alone, behind, steps[num_before], statistics.mean(steps), crowd_seconds)
+    return {name: 1e3 * value for name, value in zip(names, seconds, strict=True)}
 
 
 class _StepSeconds(list[float]):
@@ -208,30 +209,26 @@ async def measure_prefix_sharing(documents: int, share: float, rounds: int) -> d
     the prefix run once, and every time, in turns."""
     texts = [pair.document for pair in docstring_pairs()[:documents]]
     with tempfile.TemporaryDirectory() as folder:
-        save_causal_reranker(folder)
-        config = EngineConfig(model=folder, device="cpu", cache_mb=0)
+        model = save_reranker("small causal", Path(folder))
+        config = EngineConfig(model=model, device="cpu", cache_mb=0)
         async with Engine(config) as together, Engine(replace(config, prefix_sharing="off")) as apart:
             own = await apart.score("", texts, truncation=CUT_LONG)
             wanted = own.usage.prompt_tokens / documents * share / (1 - share)
             query = _query_of(apart, round(wanted))
-            seconds: dict[Engine, list[float]] = {together: [], apart: []}
-            results = {}
-            for number in range(rounds + 1):
-                for engine, taken in seconds.items():
-                    one, results[engine] = await _timed(
-                        engine.score(query, texts, truncation=CUT_LONG, use_activation=False)
-                    )
-                    if number:  # the first warms up
-                        taken.append(one)
-    ratio = statistics.median(b / a for a, b in zip(seconds[together], seconds[apart], strict=True))
-    usage, difference = results[together].usage, np.subtract(results[together].scores, results[apart].scores)
+            ways = {
+                name: partial(engine.score, query, texts, truncation=CUT_LONG, use_activation=False)
+                for name, engine in (("shared", together), ("apart", apart))
+            }
+            turns = await take_turns(ways, rounds)
+    shared, apart_result = (turns.results[name][-1] for name in ways)
+    usage, difference = shared.usage, np.subtract(shared.scores, apart_result.scores)
     return {
         "documents": documents,
         "tokens": usage.prompt_tokens,
         "share_not_run": round(usage.cached_tokens / usage.prompt_tokens, 3),
-        "shared_documents_per_s": round(documents / statistics.median(seconds[together]), 1),
-        "apart_documents_per_s": round(documents / statistics.median(seconds[apart]), 1),
-        "times_as_fast": round(ratio, 2),
+        "shared_documents_per_s": round(documents / statistics.median(turns.seconds["shared"]), 1),
+        "apart_documents_per_s": round(documents / statistics.median(turns.seconds["apart"]), 1),
+        "times_as_fast": turns.ratio("apart", "shared"),
         "largest_difference_of_logits": float(np.abs(difference).max()),
     }
 
@@ -337,13 +334,18 @@ _CHARACTERS = 600  # so that each document fits into a step
 _WARM_UP_SECONDS = 2.0
 
 
-@contextmanager
-def two_models(models: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The two models that were named, or random ones."""
+async def measure_several(
+    models: tuple[str, ...], weights: str, seconds: float, dtype: str, threads: int | None
+) -> dict[str, float]:
+    """The memory and the shares of two models, or of two random ones."""
+    if len(models) not in (0, 2):
+        raise click.UsageError(f"name two models or none, not {len(models)}")
     with tempfile.TemporaryDirectory() as folder:
         shapes = ("mpnet-base", "deberta-v3-base")
         first, second = models or [save_text_model(shape, Path(folder) / shape, 12) for shape in shapes]
-        yield first, second
+        shares = [float(weight) for weight in weights.split(",")]
+        figures = measure_memory((first, second), dtype, threads)
+        return figures | await measure_shares((first, second), shares, seconds, dtype, threads)
 
 
 def measure_memory(models: tuple[str, str], dtype: Any, threads: int | None) -> dict[str, float]:
@@ -395,7 +397,7 @@ def _resident(configs: dict[str, EngineConfig]) -> int:
 
 
 async def measure_shares(
-    models: tuple[str, str], weights: tuple[float, float], seconds: float, dtype: Any, threads: int | None
+    models: tuple[str, str], weights: Sequence[float], seconds: float, dtype: Any, threads: int | None
 ) -> dict[str, float]:
     """Each model's share of the time on the device while both always have work."""
     configs = {

@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from maxsimd.bench.datasets import Request
+from maxsimd.bench.datasets import QUERY, Request
 from maxsimd.bench.report import Outcome, Report
 from maxsimd.engine.config import EngineConfig
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 _START_SECONDS = 300
 _STOP_SECONDS = 30
+# Between looks at a server that starts.
+_LOOK_SECONDS = 0.02
 _LOG_CHARACTERS = 2000
 
 # Sends one request; returns the scores by document index, and the tokens that were run.
@@ -100,11 +102,6 @@ async def _outcome(send: Send, request: Request) -> Outcome:
         own = scores[request.answer]
         rank = 1 + sum(score >= own for i, score in scores.items() if i != request.answer)
     return Outcome(seconds, len(request.documents), tokens, rank)
-
-
-def p99(values: Sequence[float]) -> float:
-    """The value that 99% of `values` do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
 async def run_engine(config: EngineConfig, requests: list[Request], workload: dict[str, Any]) -> Report:
@@ -192,10 +189,15 @@ async def resident_megabytes(session: "aiohttp.ClientSession") -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that is up: `send` scores a request, `session` is for anything else."""
+    """A server that is up: `send` scores a request, `session` is for anything else. Its first line and its
+    readiness came so many seconds after its start."""
 
     send: Send
     session: "aiohttp.ClientSession"
+    port: int
+    pid: int
+    first_line_s: float
+    ready_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ class Server:
         """Runs the server on a free port, from when it is healthy."""
         port = free_port()
         command = [*self.command, *([checkpoint] if checkpoint else []), "--port", str(port)]
+        started = time.perf_counter()
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: ASYNC220  (starting takes no time)
                 command,
@@ -229,8 +232,15 @@ class Server:
             )
             try:
                 async with _session(f"http://127.0.0.1:{port}") as session:
-                    await _until_healthy(session, process, self.name, log)
-                    yield Running(lambda request: _score(session, request), session)
+                    printed = await self._until_healthy(session, process, log)
+                    yield Running(
+                        lambda request: _score(session, request),
+                        session,
+                        port,
+                        process.pid,
+                        printed - started,
+                        time.perf_counter() - started,
+                    )
             finally:
                 process.terminate()
                 try:
@@ -238,6 +248,33 @@ class Server:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+
+    async def _until_healthy(
+        self, session: "aiohttp.ClientSession", process: "subprocess.Popen[bytes]", log: Path
+    ) -> float:
+        """Returns the time of the first line in the log."""
+        import aiohttp
+
+        printed = 0.0
+        async with asyncio.timeout(_START_SECONDS):
+            while True:
+                if self._has_printed(process, log) and not printed:
+                    printed = time.perf_counter()
+                try:
+                    # All servers answer this, and only with their model; some answer /health before.
+                    async with session.get("/v1/models") as response:
+                        if response.status == 200:
+                            return printed or time.perf_counter()
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    def _has_printed(self, process: "subprocess.Popen[bytes]", log: Path) -> bool:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if process.poll() is not None:
+            end = text[-_LOG_CHARACTERS:]
+            raise RuntimeError(f"{self.name} ended while it started; the end of its log:\n{end}")
+        return bool(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +310,25 @@ def maxsimd(name: str, *options: str, executable: str | None = None) -> Server:
     return Server(name, (executable, "serve", "--cache-mb", "0", *options))
 
 
+async def run_rerank(documents: Path, *options: str, **environment: str) -> list[tuple[float, bytes]]:
+    """Ranks the lines of a file by `maxsimd rerank`. Returns all that it printed to standard error, each part
+    after its seconds from the start, and at last an empty part for its end. RuntimeError if it failed."""
+    started = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "maxsimd", "rerank", *options, "--query", QUERY, "--documents", documents),
+        env=os.environ | environment,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    printed = []
+    while part := await process.stderr.read(1 << 16):
+        printed.append((time.perf_counter() - started, part))
+    if status := await process.wait():
+        raise RuntimeError(f"maxsimd rerank ended with {status}: {b''.join(part for _, part in printed)!r}")
+    return [*printed, (time.perf_counter() - started, b"")]
+
+
 def vllm(executable: str, threads: str) -> Server:
     """vLLM's CPU build, on the same cores; left to itself it keeps one of them for its front end."""
     environment = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -299,34 +355,21 @@ async def _post(session: "aiohttp.ClientSession", path: str, body: dict[str, Any
     return answer
 
 
-async def _until_healthy(
-    session: "aiohttp.ClientSession", process: "subprocess.Popen[bytes]", name: str, log: Path
-) -> None:
-    import aiohttp
-
-    async with asyncio.timeout(_START_SECONDS):
-        while True:
-            if process.poll() is not None:
-                raise RuntimeError(f"{name} ended while it started; the end of its log:\n{_end_of(log)}")
-            try:
-                # Answered by all of them, and only once the model is there; /health may be, before that.
-                async with session.get("/v1/models") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.25)
-
-
-def _end_of(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
-
-
 def _session(url: str, headers: dict[str, str] | None = None) -> "aiohttp.ClientSession":
     import aiohttp
 
     timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(url, headers=headers, timeout=timeout, connector=connector)
+
+
+def processes_titled(title: str) -> list[int]:
+    """The ids of all processes whose command line begins with `title`."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # a process may end meanwhile
+            if Path("/proc", entry, "cmdline").read_bytes().startswith(title.encode()):
+                found.append(int(entry))
+    return found
 
 
 def free_port() -> int:

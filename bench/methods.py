@@ -6,8 +6,9 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer
 from maxsimd.bench.checkpoints import unigram_tokenizer
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.bench.report import Figures
+from maxsimd.bench.turns import take_turns
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.store import MemoryStore
@@ -38,15 +40,13 @@ _PEER_FLOAT32 = f"{PEER} float32"
 
 def maxsim_cpu() -> Callable[..., Any] | None:
     """The function of the package maxsim-cpu that scores ragged documents; None if it is not installed."""
-    try:
-        package: Any = importlib.import_module("maxsim_cpu")
-    except ImportError:
-        return None
-    scores: Callable[..., Any] = package.maxsim_scores_variable
-    return scores
+    with suppress(ImportError):
+        scores: Callable[..., Any] = importlib.import_module("maxsim_cpu").maxsim_scores_variable
+        return scores
+    return None
 
 
-def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
+async def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
     """One query of 32 tokens against ragged documents of 20 to 340; medians of `rounds` turns, and of the
     ratios to maxsim-cpu turn by turn."""
     torch.manual_seed(0)
@@ -56,38 +56,35 @@ def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
     pairs = np.column_stack([np.zeros(documents, dtype=np.int64), np.arange(documents)])
     exact = maxsim_reference(Ragged(query, (0, 32)), Ragged.from_lengths(rows, lengths), pairs)
 
-    def ours(dtype: torch.dtype) -> Callable[[], Any]:
+    def ours(dtype: torch.dtype) -> Callable[[], Awaitable[Any]]:
         _, maxsim = choose_maxsim("auto", torch.device("cpu"))
         queries = Ragged(query.to(dtype), (0, 32))
         packed = Ragged.from_lengths(rows.to(dtype), lengths)
-        return lambda: maxsim(queries, packed, pairs)
+
+        async def run() -> Any:
+            return maxsim(queries, packed, pairs)
+
+        return run
 
     contenders = {"maxsimd bfloat16": ours(torch.bfloat16), "maxsimd float32": ours(torch.float32)}
     if (peer := maxsim_cpu()) is not None:
         separate, plain = [part.numpy() for part in rows.split(lengths)], query.numpy()
-        contenders[_PEER_FLOAT32] = lambda: peer(plain, separate)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, run in contenders.items():
-            started = time.perf_counter()
-            run()
-            if turn:  # the first warms up
-                seconds[name].append(time.perf_counter() - started)
+
+        async def theirs() -> Any:
+            return peer(plain, separate)
+
+        contenders[_PEER_FLOAT32] = theirs
+    turns = await take_turns(contenders, rounds)
     figures = {
         name: {
-            "ms": round(statistics.median(seconds[name]) * 1e3, 2),
-            "largest_error": float(np.abs(np.asarray(run()) - exact.numpy()).max()),
+            "ms": turns.median_ms(name, 2),
+            "largest_error": float(np.abs(np.asarray(scores) - exact.numpy()).max()),
         }
-        for name, run in contenders.items()
+        for name, (*_, scores) in turns.results.items()
     }
-    ratios = {}
-    if _PEER_FLOAT32 in contenders:
-        for name in contenders.keys() - {_PEER_FLOAT32}:
-            by_turn = (
-                theirs / ours for theirs, ours in zip(seconds[_PEER_FLOAT32], seconds[name], strict=True)
-            )
-            ratios[name] = round(statistics.median(by_turn), 2)
-    return {"tokens": sum(lengths), "contenders": figures, "ratios": dict(sorted(ratios.items()))}
+    beside = () if peer is None else ("maxsimd bfloat16", "maxsimd float32")
+    ratios = {name: turns.ratio(_PEER_FLOAT32, name) for name in beside}
+    return {"tokens": sum(lengths), "contenders": figures, "ratios": ratios}
 
 
 def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> Figures:

@@ -1,20 +1,18 @@
 """`maxsimd bench overload`: a server beyond its capacity, the requests that it serves and refuses."""
 
 import asyncio
-import math
 import random
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import click
 import msgspec
+import numpy as np
 
 from maxsimd.bench.datasets import Request, docstring_requests
-from maxsimd.bench.load import maxsimd, p99, send_at_random
+from maxsimd.bench.load import maxsimd, send_at_random
 from maxsimd.bench.report import Figures
 
 _DOCUMENTS = 20
@@ -48,16 +46,17 @@ class _Answer:
 class _Clients:
     """A pool of connections that parse as little HTTP as possible: clients share the server's cores."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._address = parts.hostname, parts.port
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(self, request: bytes) -> _Answer:
         # The server closes connections that are idle for long.
         while self._idle and self._idle[-1][0].at_eof():
             self._idle.pop()
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
+        reader, writer = (
+            self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+        )
         started = time.perf_counter()
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
@@ -87,7 +86,7 @@ async def measure_overload(
     figures: Figures = {"documents": _DOCUMENTS, "max_wait_seconds": max_wait_seconds}
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(model, Path(folder, "log")) as running:
-            clients = _Clients(str(running.session._base_url))
+            clients = _Clients(running.port)
             await _closed(clients, bodies, 8, seconds / 4)
             by_number = {}
             for number in CONCURRENCY:
@@ -121,19 +120,20 @@ def _within_capacity(shown: Figures) -> float:
 
 
 def _shown(answers: list[_Answer], duration: float) -> Figures:
-    served = sorted(answer.seconds for answer in answers if answer.status == 200)
-    refused = sorted(answer.seconds for answer in answers if answer.status == 429)
-    others = [answer.status for answer in answers if answer.status not in (200, 429)]
+    served, refused = (
+        [answer.seconds * 1e3 for answer in answers if answer.status == status] for status in (200, 429)
+    )
+    p50, p99 = np.percentile(served or [np.nan], (50, 99))
     shown = {
         "tokens_per_s": round(sum(answer.tokens for answer in answers) / duration),
         "served_per_s": round(len(served) / duration, 2),
-        "p50_ms": round(statistics.median(served or [math.nan]) * 1e3, 1),
-        "p99_ms": round(p99(served or [math.nan]) * 1e3, 1),
+        "p50_ms": round(float(p50), 1),
+        "p99_ms": round(float(p99), 1),
         "refused": len(refused),
         "refused_per_s": round(len(refused) / duration, 2),
-        "other_answers": len(others),
+        "other_answers": len(answers) - len(served) - len(refused),
     }
-    return shown | ({"refusal_p99_ms": round(p99(refused) * 1e3, 1)} if refused else {})
+    return shown | ({"refusal_p99_ms": round(float(np.percentile(refused, 99)), 1)} if refused else {})
 
 
 async def _closed(

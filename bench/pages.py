@@ -8,7 +8,8 @@ import statistics
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +19,7 @@ from maxsimd.api.process import postponed_garbage_collection
 from maxsimd.bench.checkpoints import PAGE_SHAPES, clip_b32
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.bench.report import Figures
+from maxsimd.bench.turns import take_turns
 from maxsimd.engine import Content, Engine, EngineConfig
 from maxsimd.engine.media import PictureFile
 
@@ -108,24 +110,18 @@ async def _speeds(
     shape: str, checkpoint: str, pages: list[Any], rounds: int, dtype: _Precision
 ) -> dict[str, float]:
     others = _others(shape, checkpoint, dtype)
-    seconds: dict[str, list[float]] = {name: [] for name in ("engine", "cached", *others)}
     async with Engine(EngineConfig(model=checkpoint, dtype=dtype)) as engine:
-        await engine.score(_QUERY, pages[:2])
+        await engine.score(_QUERY, pages)
         for encode in others.values():
-            encode(pages[:2])
-        tokens = 0
-        for _ in range(rounds):
-            await engine.clear_cache()
-            for name in ("engine", "cached"):
-                started = time.perf_counter()
-                result = await engine.score(_QUERY, pages)
-                seconds[name].append(time.perf_counter() - started)
-                tokens = result.usage.prompt_tokens
-            for name, encode in others.items():
-                started = time.perf_counter()
-                encode(pages)
-                seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+            await encode(pages[:2])
+        ways: dict[str, Callable[[], Awaitable[Any]]] = {
+            "engine": partial(engine.score, _QUERY, pages, cache="bypass"),
+            "cached": partial(engine.score, _QUERY, pages, cache="use"),
+        }
+        ways |= {name: partial(encode, pages) for name, encode in others.items()}
+        turns = await take_turns(ways, rounds, warm_up=False)
+    tokens = turns.results["engine"][-1].usage.prompt_tokens
+    medians = {name: statistics.median(taken) for name, taken in turns.seconds.items()}
     figures = {"pages": float(len(pages)), "tokens": float(tokens), "engine_s": round(medians["engine"], 3)}
     for name in others:
         figures[f"{name}_s"] = round(medians[name], 3)
@@ -134,35 +130,31 @@ async def _speeds(
     return figures
 
 
-def _others(shape: str, checkpoint: str, dtype: str) -> dict[str, Callable[[list[Any]], object]]:
+def _others(shape: str, checkpoint: str, dtype: str) -> dict[str, Callable[[list[Any]], Awaitable[Any]]]:
     """Other ways to encode a list of pages, in the same precision."""
     import torch
     from sentence_transformers import MultiVectorEncoder, SentenceTransformer
-
-    options = {"processor_kwargs": {"backend": "pil"}, "model_kwargs": {"dtype": getattr(torch, dtype)}}
-    if shape == "colmodernvbert":  # sentence-transformers hands it pictures without their prompt
-        return {"transformers_one_by_one": _by_transformers(checkpoint, getattr(torch, dtype))}
-    kind = SentenceTransformer if shape == "clip-b32" else MultiVectorEncoder
-    model = kind(checkpoint, device="cpu", **options)
-    encode = getattr(model, "encode_document", model.encode)
-    return {
-        "one_by_one": lambda pages: encode(pages, batch_size=1, show_progress_bar=False),
-        "in_batches": lambda pages: encode(pages, batch_size=32, show_progress_bar=False),
-    }
-
-
-def _by_transformers(checkpoint: str, dtype: Any) -> Callable[[list[Any]], object]:
-    import torch
     from transformers import AutoProcessor, ColModernVBertForRetrieval
 
-    model = ColModernVBertForRetrieval.from_pretrained(checkpoint, dtype=dtype).eval()
-    processor = AutoProcessor.from_pretrained(checkpoint, backend="pil")
+    numbers = getattr(torch, dtype)
+    if shape == "colmodernvbert":  # sentence-transformers hands it pictures without their prompt
+        plain = ColModernVBertForRetrieval.from_pretrained(checkpoint, dtype=numbers).eval()
+        processor = AutoProcessor.from_pretrained(checkpoint, backend="pil")
 
-    @torch.inference_mode()
-    def encode(pages: list[Any]) -> list[torch.Tensor]:
-        return [model(**processor.process_images([page])).embeddings for page in pages]
+        async def by_transformers(pages: list[Any]) -> object:
+            with torch.inference_mode():
+                return [plain(**processor.process_images([page])).embeddings for page in pages]
 
-    return encode
+        return {"transformers_one_by_one": by_transformers}
+    kind = SentenceTransformer if shape == "clip-b32" else MultiVectorEncoder
+    options = {"processor_kwargs": {"backend": "pil"}, "model_kwargs": {"dtype": numbers}}
+    model = kind(checkpoint, device="cpu", **options)
+    encode = getattr(model, "encode_document", model.encode)
+
+    async def in_batches(pages: list[Any], size: int) -> object:
+        return encode(pages, batch_size=size, show_progress_bar=False)
+
+    return {"one_by_one": partial(in_batches, size=1), "in_batches": partial(in_batches, size=32)}
 
 
 async def measure_beside_pages(shape: str, pages: int, layers: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ Every system runs in processes of its own, as its users run it. A peer that is n
 import asyncio
 import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from maxsimd.bench.datasets import Request, docstring_requests, paired_request
 from maxsimd.bench.load import Send, SentenceTransformers, System, drive_or_raise, maxsimd, run_engine, vllm
 from maxsimd.bench.report import Figures, lines_of, machine, table, write_json
 from maxsimd.bench.report import Outcome as SentRequest
+from maxsimd.bench.turns import median_ratio, medians
 from maxsimd.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ async def _measure_alone(name: str, rounds: int) -> Figures:
 
     match name:
         case "maxsim":
-            return await asyncio.to_thread(time_maxsim, 1000, 128, 25)
+            return await time_maxsim(1000, 128, 25)
         case "cache":
             return await measure_cache(EngineConfig(), 1000, rounds)
         case "cache-int8":
@@ -132,43 +133,35 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+def _turn(sent: list[SentRequest], duration: float) -> dict[str, float]:
     """The figures of one system in one round."""
-
-    documents_per_s: float
-    tokens_per_s: float
-    median_ms: float
-    p99_ms: float
-
-    @classmethod
-    def of(cls, outcomes: list[SentRequest], duration: float) -> "Turn":
-        documents, tokens = (
-            sum(getattr(each, what) for each in outcomes) for what in ("documents", "tokens")
-        )
-        p50, p99 = np.percentile([each.seconds * 1e3 for each in outcomes], (50, 99))
-        return cls(documents / duration, tokens / duration, float(p50), float(p99))
+    p50, p99 = np.percentile([each.seconds * 1e3 for each in sent], (50, 99))
+    return {
+        "documents_per_s": sum(each.documents for each in sent) / duration,
+        "tokens_per_s": sum(each.tokens for each in sent) / duration,
+        "median_ms": float(p50),
+        "p99_ms": float(p99),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All turns of an experiment at one setting, by system."""
+    """The figures of all turns of an experiment at one setting, by system."""
 
     documents: int
     concurrency: int
-    turns: dict[str, list[Turn]]
+    turns: dict[str, list[dict[str, float]]]
 
     def __str__(self) -> str:
         rates = (f"{system} {self.median(system, 'documents_per_s'):.2f}" for system in self.turns)
         return f"documents/s: {', '.join(rates)}"
 
     def median(self, system: str, what: str) -> float:
-        return float(statistics.median(getattr(turn, what) for turn in self.turns[system]))
+        return statistics.median(turn[what] for turn in self.turns[system])
 
     def ratio(self, system: str, other: str, what: str) -> float:
         """The median over rounds of `what` of `system` divided by that of `other`."""
-        pairs = zip(self.turns[system], self.turns[other], strict=True)
-        return float(statistics.median(getattr(ours, what) / getattr(theirs, what) for ours, theirs in pairs))
+        return median_ratio(*([turn[what] for turn in self.turns[each]] for each in (system, other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +251,14 @@ class Arena:
     async def run(self, load: Load, rounds: int, names: list[str] | None = None) -> Outcome:
         """One round warms up. Each round has requests of its own, and reverses the order of the systems."""
         names = list(self._senders) if names is None else names
-        turns: dict[str, list[Turn]] = {name: [] for name in names}
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for number in range(rounds + 1):
             requests = load.make(seed=next(self._seeds))
             for name in names if number % 2 else names[::-1]:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 duration, outcomes = await drive_or_raise(self._senders[name], requests, load.concurrency)
                 if number:
-                    turns[name].append(Turn.of(outcomes, duration))
+                    turns[name].append(_turn(outcomes, duration))
         return Outcome(load.documents, load.concurrency, turns)
 
 
@@ -317,14 +310,9 @@ def _int8_product(x: "torch.Tensor", weight: "torch.Tensor") -> Callable[[], obj
     )
 
 
-def _best_seconds(run: Callable[[], object], times: int = 25) -> float:
+def _best_seconds(run: Callable[[], object]) -> float:
     """The lower quartile of some runs: a shared machine is slower now and then, never faster."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return statistics.quantiles(seconds, n=4)[0]
+    return statistics.quantiles(timeit.repeat(run, number=1, repeat=25), n=4)[0]
 
 
 def markdown(results: Results) -> str:
@@ -415,14 +403,10 @@ def _by_tokens(outcome: Outcome) -> list[str]:
 
 
 def _latency(outcome: Outcome) -> list[str]:
-    rows = [
-        (
-            system,
-            f"{outcome.median(system, 'median_ms'):.1f}",
-            f"{outcome.ratio(OURS, system, 'median_ms'):.2f}",
-        )
-        for system in outcome.turns
-    ]
+    rows = []
+    for system in outcome.turns:
+        ratio = outcome.ratio(OURS, system, "median_ms")
+        rows.append((system, f"{outcome.median(system, 'median_ms'):.1f}", f"{ratio:.2f}"))
     return table(("system", "median ms", f"of it, {OURS}"), rows)
 
 
@@ -440,18 +424,14 @@ def _curve(outcomes: list[Outcome], name: str) -> list[str]:
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
-    what = ("documents_per_s", "tokens_per_s", "median_ms", "p99_ms")
     return {
         "documents": outcome.documents,
         "concurrency": outcome.concurrency,
         "rounds": len(next(iter(outcome.turns.values()))),
-        "systems": {
-            system: {name: round(outcome.median(system, name), 2) for name in what}
-            for system in outcome.turns
-        },
+        "systems": {system: medians(turns, 2) for system, turns in outcome.turns.items()},
         "ratios_of_documents_per_s": {
             ours: {
-                system: round(outcome.ratio(ours, system, "documents_per_s"), 2)
+                system: outcome.ratio(ours, system, "documents_per_s")
                 for system in outcome.turns
                 if system != ours
             }

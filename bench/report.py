@@ -84,16 +84,12 @@ class Report:
             self.extra["mrr_without"] = theirs["mrr"]
             self.extra["mrr_cost"] = round(theirs["mrr"] - ours["mrr"], 4)
 
-    def show(self) -> str:
-        settings = "  ".join(f"{name}={value}" for name, value in self.settings.items() if value is not None)
-        lines = [settings]
-        lines += [f"  {name.replace('_', ' '):<26}{value:>14}" for name, value in self.figures().items()]
-        errors = sorted({outcome.error for outcome in self.outcomes if outcome.error})
-        lines += [f"  failed: {error}" for error in errors[:5]]
-        return "\n".join(lines)
-
-    def write(self, path: str) -> None:
-        write_json(path, {"settings": self.settings, "figures": self.figures()})
+    def publish(self, json_file: str | None) -> None:
+        """Prints the settings, the figures and some errors."""
+        click.echo("  ".join(f"{name}={value}" for name, value in self.settings.items() if value is not None))
+        publish(self.settings, self.figures(), json_file)
+        for error in sorted({outcome.error for outcome in self.outcomes if outcome.error})[:5]:
+            click.echo(f"  failed: {error}")
 
 
 def publish(settings: Figures, figures: Figures, json_file: str | None) -> None:

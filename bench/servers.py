@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from itertools import count, pairwise
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.api.cluster.session import require_ray
 from maxsimd.bench.checkpoints import save_colbert, save_cross_encoder
 from maxsimd.bench.datasets import QUERY, Request, docstring_pairs, docstring_requests, numbered_documents
 from maxsimd.bench.load import (
@@ -33,13 +35,15 @@ from maxsimd.bench.load import (
     drive,
     drive_or_raise,
     maxsimd,
-    p99,
+    processes_titled,
     resident_megabytes,
     run_engine,
+    run_rerank,
     send_at_random,
 )
 from maxsimd.bench.methods import PEER, maxsim_cpu
 from maxsimd.bench.report import Figures
+from maxsimd.bench.turns import medians, take_turns
 from maxsimd.engine import Engine, EngineConfig
 
 Array = NDArray[Any]
@@ -75,7 +79,7 @@ async def measure_mixed_load(
     max_batch_tokens: int | None,
     rounds: int,
     seconds: float,
-) -> dict[str, Any]:
+) -> Figures:
     """One-document requests at `rate` a second (Poisson), and batches of `priority` without a pause: medians
     of each alone, and of both, in `rounds` turns of `seconds`. The throughput of batches counts tokens that
     the model ran for batches."""
@@ -84,87 +88,65 @@ async def measure_mixed_load(
     bodies = [_rerank_body(pair.query, [pair.document], None) for pair in pairs[:500]]
     draw, numbers = random.Random(0), count()
     options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
-    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         async with maxsimd("maxsimd", *options).run(model, Path(folder, "log")) as running:
             session = running.session
 
             async def interactive() -> tuple[list[float], int]:
-                """The seconds of each request, and the tokens of all."""
+                """The milliseconds of each request, and the tokens of all."""
                 ends = time.perf_counter() + seconds
                 answers = await send_at_random(
                     lambda _: _post(session, bodies[next(numbers) % len(bodies)]), rate, seconds, draw
                 )
                 await asyncio.sleep(max(0.0, ends - time.perf_counter()))
-                return [taken for taken, _ in answers], sum(tokens for _, tokens in answers)
+                return [taken * 1e3 for taken, _ in answers], sum(tokens for _, tokens in answers)
+
+            async def turn() -> dict[str, float]:
+                alone, _ = await interactive()
+                async with _batches(session, batch):
+                    before = await _tokens(session), time.perf_counter()
+                    await asyncio.sleep(seconds)
+                    between = await _tokens(session), time.perf_counter()
+                    beside, tokens = await interactive()
+                    after = await _tokens(session), time.perf_counter()
+                return {
+                    "p50_alone_ms": statistics.median(alone),
+                    "p99_alone_ms": float(np.percentile(alone, 99)),
+                    "p50_beside_batches_ms": statistics.median(beside),
+                    "p99_beside_batches_ms": float(np.percentile(beside, 99)),
+                    "batch_tokens_per_s_alone": (between[0] - before[0]) / (between[1] - before[1]),
+                    "batch_tokens_per_s_beside": (after[0] - between[0] - tokens) / (after[1] - between[1]),
+                }
 
             await interactive()
-            for _ in range(rounds):
-                figures = await _mixed_round(session, interactive, batch, seconds)
-                for name, value in figures.items():
-                    found.setdefault(name, []).append(value)
-    medians = {name: statistics.median(values) for name, values in found.items()}
+            found = medians([await turn() for _ in range(rounds)], 2)
     return {
         "interactive_per_s": rate,
-        **{name: round(value, 2) for name, value in medians.items()},
-        "p99_beside_batches_over_alone": round(medians["p99_beside_batches_ms"] / medians["p99_alone_ms"], 2),
+        **found,
+        "p99_beside_batches_over_alone": round(found["p99_beside_batches_ms"] / found["p99_alone_ms"], 2),
         "batch_beside_interactive_over_alone": round(
-            medians["batch_tokens_per_s_beside"] / medians["batch_tokens_per_s_alone"], 3
+            found["batch_tokens_per_s_beside"] / found["batch_tokens_per_s_alone"], 3
         ),
-    }
-
-
-async def _mixed_round(
-    session: aiohttp.ClientSession,
-    interactive: Callable[[], Awaitable[tuple[list[float], int]]],
-    batch: bytes,
-    seconds: float,
-) -> dict[str, float]:
-    alone, _ = await interactive()
-    async with _batches(session, batch):
-        before = await _tokens(session), time.perf_counter()
-        await asyncio.sleep(seconds)
-        between = await _tokens(session), time.perf_counter()
-        beside, interactive_tokens = await interactive()
-        after = await _tokens(session), time.perf_counter()
-    return {
-        "p50_alone_ms": statistics.median(alone) * 1e3,
-        "p99_alone_ms": p99(alone) * 1e3,
-        "p50_beside_batches_ms": statistics.median(beside) * 1e3,
-        "p99_beside_batches_ms": p99(beside) * 1e3,
-        "batch_tokens_per_s_alone": (between[0] - before[0]) / (between[1] - before[1]),
-        "batch_tokens_per_s_beside": (after[0] - between[0] - interactive_tokens) / (after[1] - between[1]),
     }
 
 
 @asynccontextmanager
 async def _batches(session: aiohttp.ClientSession, batch: bytes) -> AsyncIterator[None]:
     """Sends batches until the context ends, the next before the last is done: steps stay full while one is
-    prepared. The last batches are canceled."""
+    prepared. The last batches are canceled. An error of a batch ends the context."""
 
     async def send() -> None:
         while True:
             await _post(session, batch)
 
-    sending = [asyncio.create_task(send()) for _ in range(_BATCHES)]
-    try:
+    async with asyncio.TaskGroup() as group:
+        sending = [group.create_task(send()) for _ in range(_BATCHES)]
         # Until all of the first batches are prepared and steps are full.
         await asyncio.sleep(5)
-        _raise_failures(sending)
         yield
-        _raise_failures(sending)
-    finally:
         for each in sending:
             each.cancel()
-        await asyncio.gather(*sending, return_exceptions=True)
-        await asyncio.sleep(1)
-
-
-def _raise_failures(sending: list[asyncio.Task[None]]) -> None:
-    """Raises the error of a batch: only an error ends one."""
-    for each in sending:
-        if each.done():
-            each.result()
+    await asyncio.sleep(1)
 
 
 async def _post(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int]:
@@ -209,35 +191,37 @@ async def _under_clients(running: Running, clients: int) -> Figures:
     before = await _buckets(running.session)
     duration, _ = await drive_or_raise(running.send, requests, clients)
     after = await _buckets(running.session)
-    counts = {bound: after[bound] - before[bound] for bound in after}
+    # The number of samples up to each bound in seconds; the last is infinite.
+    bounds = sorted(after)
+    counts = [after[bound] - before[bound] for bound in bounds]
+    p99 = np.interp(0.99 * counts[-1], [0.0, *counts], [0.0, *bounds[:-1], bounds[-2]])
     return {
         "clients": clients,
         "clients_done_after_s": round(duration, 2),
-        "lag_samples": int(counts[float("inf")]),
-        "share_of_lag_up_to_5_ms": round(counts[0.005] / counts[float("inf")], 4),
-        "lag_p99_ms": round(_quantile(counts, 0.99) * 1e3, 2),
+        "lag_samples": int(counts[-1]),
+        "share_of_lag_up_to_5_ms": round(counts[bounds.index(0.005)] / counts[-1], 4),
+        "lag_p99_ms": round(float(p99) * 1e3, 2),
         "memory_then_mb": await resident_megabytes(running.session),
     }
 
 
 async def _by_size(running: Running, rounds: int) -> Figures:
     """The same documents in requests of every size; the largest has them several times, numbered."""
-    seconds: dict[int, list[float]] = {size: [] for size in _SIZES}
-    base = numbered_documents(_SMALL)
-    memory = []
+    base, turns, memory = numbered_documents(_SMALL), [], []
     for number in range(rounds):
+        turns.append(dict[str, float]())
         for size in _SIZES:
             copies = range(max(1, size // len(base)))
             documents = [f"{number} {copy} {text}" for copy in copies for text in base]
             parts = [documents[start : start + size] for start in range(0, len(documents), size)]
             requests = [Request(QUERY, part) for part in parts]
             duration, _ = await drive_or_raise(running.send, requests, _AT_A_TIME if size <= _SMALL else 1)
-            seconds[size].append(duration / len(documents))
+            turns[-1][str(size)] = duration / len(documents) * 1e3
         memory.append(await resident_megabytes(running.session))
-    medians = {size: statistics.median(taken) * 1e3 for size, taken in seconds.items()}
+    found = medians(turns, 3)
     return {
-        "ms_a_document": {str(size): round(taken, 3) for size, taken in medians.items()},
-        "slowest_size_over_fastest": round(max(medians.values()) / min(medians.values()), 3),
+        "ms_a_document": found,
+        "slowest_size_over_fastest": round(max(found.values()) / min(found.values()), 3),
         "memory_by_round_mb": " ".join(map(str, memory)),
     }
 
@@ -257,18 +241,6 @@ async def _buckets(session: aiohttp.ClientSession) -> dict[float, float]:
     return {float(sample.labels["le"]): sample.value for sample in samples if sample.name == _LAG}
 
 
-def _quantile(counts: dict[float, float], share: float) -> float:
-    """A quantile of a histogram, linear within its bucket."""
-    wanted = share * counts[float("inf")]
-    bounds = [0.0, *sorted(counts)]
-    for lower, upper in pairwise(bounds):
-        below = counts.get(lower, 0.0)
-        if counts[upper] >= wanted:
-            part = (wanted - below) / max(1e-9, counts[upper] - below)
-            return lower if upper == float("inf") else lower + (upper - lower) * part
-    return bounds[-1]
-
-
 _NEIGHBORS, _NEIGHBORS_DOCUMENTS = (0, 1, 2, 4), 20
 
 
@@ -284,29 +256,29 @@ async def measure_neighbors(executable: str | None, rounds: int, seconds: float)
     async def speed(send: Send) -> float:
         return await _documents_per_second(send, (requests[i % 64] for i in count()), seconds)
 
-    speeds: dict[tuple[str, int], list[float]] = {}
+    async def turn(send: Send, number: int) -> float:
+        async with _busy(number):
+            return await speed(send)
+
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_cross_encoder(Path(folder, "cross-encoder"))
         async with AsyncExitStack() as stack:
-            sends = {}
+            contenders = {}
             for system in systems:
                 log = Path(folder, f"{system.name}.log")
-                sends[system.name] = await stack.enter_async_context(system.serve(checkpoint, log))
-            for send in sends.values():
+                send = await stack.enter_async_context(system.serve(checkpoint, log))
                 await speed(send)
-            for _ in range(rounds):
-                for number in _NEIGHBORS:
-                    async with _busy(number):
-                        for name, send in sends.items():
-                            speeds.setdefault((name, number), []).append(await speed(send))
+                contenders |= {f"{system.name} {n}": partial(turn, send, n) for n in _NEIGHBORS}
+            turns = await take_turns(contenders, rounds, warm_up=False)
     cores = len(os.sched_getaffinity(0))
-    medians = {key: statistics.median(values) for key, values in speeds.items()}
+    speeds = {key: statistics.median(values) for key, values in turns.results.items()}
     figures: Figures = {"cores": cores}
     for number in _NEIGHBORS:
         figures[f"fair_share_with_{number}"] = round(min(1.0, cores / (cores + number)), 3)
-        for name in sends:
-            figures[f"{name}_documents_per_s_with_{number}"] = round(medians[name, number], 1)
-            figures[f"{name}_share_with_{number}"] = round(medians[name, number] / medians[name, 0], 3)
+        for name in (system.name for system in systems):
+            figures[f"{name}_documents_per_s_with_{number}"] = round(speeds[f"{name} {number}"], 1)
+            share = speeds[f"{name} {number}"] / speeds[f"{name} 0"]
+            figures[f"{name}_share_with_{number}"] = round(share, 3)
     return figures
 
 
@@ -330,57 +302,81 @@ async def _busy(count: int) -> AsyncIterator[None]:
 _CACHED, _NEW, _REQUESTS = (1, 10, 100, 1_000), 100, 20
 
 
-async def measure_overhead(
+async def measure_fleet_overhead(executable: str | None, rounds: int, seconds: float) -> Figures:
+    fleets = {
+        "one process": (),
+        "2 fronts, 1 replica": ("--fronts", "2"),
+        "1 front, 2 replicas": ("--replicas", "2"),
+        "2 fronts, 2 replicas": ("--fronts", "2", "--replicas", "2"),
+    }
+    servers = [
+        maxsimd(name, *options, "--cache-mb", "256", executable=executable)
+        for name, options in fleets.items()
+    ]
+    return await _overhead(servers, rounds, seconds, {})
+
+
+async def measure_cluster_overhead(rounds: int, seconds: float, cpus: int) -> Figures:
+    require_ray()
+    own = str(Path(sys.executable).with_name("maxsimd"))
+    servers = [
+        maxsimd("one process", "--cache-mb", "256", "--threads", str(cpus)),
+        Server("on Ray", (own, "cluster", "serve", "--cache-mb", "256", "--num-cpus", str(cpus))),
+    ]
+    # The titles of Ray's processes that requests pass through.
+    titles = {
+        "the proxy": "ray::ProxyActor",
+        "the front": "ray::ServeReplica:maxsimd:Front",
+        "the scorer": "ray::ServeReplica:maxsimd:Scorer",
+    }
+    figures = await _overhead(servers, rounds, seconds, titles)
+    ratio = figures["on Ray: new documents/s"] / figures["one process: new documents/s"]
+    return figures | {"new documents/s, on Ray / one process": round(ratio, 3)}
+
+
+async def _overhead(
     servers: Sequence[Server], rounds: int, seconds: float, titles: Mapping[str, str]
 ) -> Figures:
     """Medians of `rounds`, in which servers with the embedded model take turns: milliseconds of a request
     with cached documents, and new documents a second, a few requests at a time. `titles` names processes by
     the beginning of their title: their processor time is given in milliseconds a request."""
-    figures: dict[tuple[str, str], list[float]] = {}
     documents, new = numbered_documents(max(_CACHED)), numbered_documents(_NEW)
     requests = (Request(QUERY, [f"{mark} {text}" for text in new]) for mark in count())
+
+    async def turn(send: Send) -> dict[str, float]:
+        found = {}
+        for number in _CACHED:
+            before = _processor_seconds(titles)
+            request = Request(QUERY, documents[:number])
+            sent = await take_turns({"": partial(send, request)}, _REQUESTS, warm_up=False)
+            found[f"{number} cached ms"] = sent.median_ms("", 3)
+            for kind, used in _processor_seconds(titles).items():
+                if used > before[kind]:
+                    what = f"{number} cached, processor ms of {kind}"
+                    found[what] = (used - before[kind]) * 1e3 / _REQUESTS
+        return found | {"new documents/s": await _documents_per_second(send, requests, seconds)}
+
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncExitStack() as stack:
-            sends: dict[str, Send] = {}
+            contenders = {}
             for server in servers:
-                log = Path(folder, f"{len(sends)}.log")
-                sends[server.name] = (await stack.enter_async_context(server.run(None, log))).send
-            for send in sends.values():
+                log = Path(folder, f"{len(contenders)}.log")
+                send = (await stack.enter_async_context(server.run(None, log))).send
                 await send(Request(QUERY, documents))
                 await _documents_per_second(send, requests, seconds)
-            for _ in range(rounds):
-                for name, send in sends.items():
-                    for number in _CACHED:
-                        before = _processor_seconds(titles)
-                        took = await _median_seconds(send, Request(QUERY, documents[:number]))
-                        figures.setdefault((name, f"{number} cached ms"), []).append(took * 1e3)
-                        for kind, used in _processor_seconds(titles).items():
-                            if used > before[kind]:
-                                what = f"{number} cached, processor ms of {kind}"
-                                taken = (used - before[kind]) * 1e3 / _REQUESTS
-                                figures.setdefault((name, what), []).append(taken)
-                    speed = await _documents_per_second(send, requests, seconds)
-                    figures.setdefault((name, "new documents/s"), []).append(speed)
-    return {f"{name}: {what}": round(statistics.median(all_), 2) for (name, what), all_ in figures.items()}
-
-
-async def _median_seconds(send: Send, request: Request) -> float:
-    took = []
-    for _ in range(_REQUESTS):
-        started = time.perf_counter()
-        await send(request)
-        took.append(time.perf_counter() - started)
-    return statistics.median(took)
+                contenders[server.name] = partial(turn, send)
+            turns = await take_turns(contenders, rounds, warm_up=False)
+    found = {name: medians(results, 2) for name, results in turns.results.items()}
+    return {f"{name}: {what}": value for name, each in found.items() for what, value in each.items()}
 
 
 def _processor_seconds(titles: Mapping[str, str]) -> dict[str, float]:
     """The processor seconds of all processes whose title begins with a name's."""
     used = dict.fromkeys(titles, 0.0)
-    for entry in filter(str.isdigit, os.listdir("/proc") if titles else ()):
-        with suppress(OSError):
-            title = Path("/proc", entry, "cmdline").read_text()
-            for kind in (kind for kind, start in titles.items() if title.startswith(start)):
-                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+    for kind, title in titles.items():
+        for process in processes_titled(title):
+            with suppress(OSError):
+                fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
                 used[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return used
 
@@ -411,25 +407,16 @@ async def measure_vectors(documents: int, tokens: int, rounds: int) -> Figures:
             }
             if (peer := maxsim_cpu()) is not None:
                 ways[PEER] = lambda: asyncio.to_thread(peer, query, whole)
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
-            scores: dict[str, Array] = {}
-            for turn in range(rounds + 1):
-                for name, way in ways.items():
-                    started = time.perf_counter()
-                    scores[name] = await way()
-                    if turn:  # the first warms up
-                        seconds[name].append(time.perf_counter() - started)
+            turns = await take_turns(ways, rounds)
             ranking = await _beside_texts(engine)
     exact = np.array([(query @ rows.T).max(axis=1).sum() for rows in whole])
     figures: Figures = {"documents": documents, "tokens": tokens, "body_mb": round(len(body) / 1e6, 1)}
-    for name in ways:
-        figures[f"{name}_ms"] = round(statistics.median(seconds[name]) * 1e3, 1)
-        figures[f"{name}_largest_error"] = round(float(np.abs(scores[name] - exact).max()), 5)
+    for name, (*_, scores) in turns.results.items():
+        figures[f"{name}_ms"] = turns.median_ms(name)
+        figures[f"{name}_largest_error"] = round(float(np.abs(scores - exact).max()), 5)
     figures["http_more_ms"] = round(figures["http_float16_ms"] - figures["python_float16_ms"], 1)
-    if PEER in ways:
-        for name in ("python_float16", "python_float32"):
-            by_turn = (theirs / ours for theirs, ours in zip(seconds[PEER], seconds[name], strict=True))
-            figures[f"{PEER}_over_{name}"] = round(statistics.median(by_turn), 2)
+    for name in ("python_float16", "python_float32") if PEER in ways else ():
+        figures[f"{PEER}_over_{name}"] = turns.ratio(PEER, name)
     return figures | ranking
 
 
@@ -479,7 +466,7 @@ _AT_ONCE = 256
 _DONE = re.compile(rb"([\d,]+) of [\d,]+ documents")
 
 
-async def measure_files(documents: int, rounds: int) -> dict[str, float]:
+async def measure_files(documents: int, rounds: int) -> Figures:
     """`maxsimd rerank` on a file beside the engine alone, in turns: medians of documents a second, and of
     the seconds until the command prints its first line, and has its first scores."""
     texts = [" ".join(text.split()) for text in numbered_documents(documents)]
@@ -488,44 +475,22 @@ async def measure_files(documents: int, rounds: int) -> dict[str, float]:
         file = Path(folder) / "documents.txt"
         file.write_text("\n".join(texts), encoding="utf-8")
         for _ in range(rounds):
-            command, first_line, first_scores = await _run_rerank(file, documents)
-            engine = await _engine_speed(texts)
-            turns.append((command, engine, command / engine, first_line, first_scores))
-    command, engine, ratio, first_line, first_scores = (
-        statistics.median(x) for x in zip(*turns, strict=True)
-    )
-    return {
-        "command_documents_per_s": round(command, 1),
-        "engine_documents_per_s": round(engine, 1),
-        "command_over_engine": round(ratio, 3),
-        "first_line_after_s": round(first_line, 2),
-        "first_scores_after_loading_s": round(first_scores, 2),
-    }
-
-
-async def _run_rerank(file: Path, documents: int) -> tuple[float, float, float]:
-    """Documents a second after loading, seconds from the start to the first line, and from the end of loading
-    to the first scores."""
-    started = time.perf_counter()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "maxsimd", "rerank", "--query", QUERY, "--documents", str(file)),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    first_line = loaded = first_scores = ended = 0.0
-    while printed := await process.stderr.read(1 << 16):
-        now = time.perf_counter()
-        first_line = first_line or now - started
-        for done in _DONE.findall(printed):  # progress ends with a return or a newline
-            if done == b"0":
-                loaded = now
-            else:
-                first_scores = first_scores or now - loaded
-                ended = now
-    if await process.wait() != 0:
-        raise RuntimeError("maxsimd rerank failed")
-    return documents / (ended - loaded), first_line, first_scores
+            printed = await run_rerank(file)
+            # Progress ends with a return or a newline; it begins once the model is loaded.
+            progress = [(at, done) for at, part in printed for done in _DONE.findall(part)]
+            loaded = max(at for at, done in progress if done == b"0")
+            scored = [at for at, done in progress if done != b"0"]
+            speeds = documents / (scored[-1] - loaded), await _engine_speed(texts)
+            turns.append(
+                {
+                    "command_documents_per_s": speeds[0],
+                    "engine_documents_per_s": speeds[1],
+                    "command_over_engine": speeds[0] / speeds[1],
+                    "first_line_after_s": printed[0][0],
+                    "first_scores_after_loading_s": scored[0] - loaded,
+                }
+            )
+    return medians(turns, 3)
 
 
 async def _engine_speed(texts: list[str]) -> float:

@@ -6,7 +6,6 @@ are told how to run layers and the configuration as JSON, then asked by lines of
 """
 
 import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -15,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,16 +41,17 @@ def measure_single(model: str | None, rounds: int, other: Path | None, **setting
     kernels of the other version are not compiled."""
     from maxsimd.bench.checkpoints import save_cross_encoder
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         config = {"model": model or save_cross_encoder(Path(folder) / "model"), "device": "cpu", **settings}
         ways = ["one_call", "layer_by_layer", *([] if other is None else ["other"])]
         engines = {
-            way: stack.enter_context(_Engine(way, config, other if way == "other" else None)) for way in ways
+            way: stack.enter_context(closing(_Engine(way, config, other if way == "other" else None)))
+            for way in ways
         }
         if not engines["one_call"].state["one_call"]:
             if other is None:
                 raise click.ClickException("this processor, or this model, runs all steps layer by layer")
-            engines.pop("one_call").stop()
+            engines.pop("one_call").close()
         if other is not None and not engines["other"].state["kernels"]:
             raise click.ClickException(f"the kernels of {other} are not compiled: pip install it, editable")
         figures: dict[str, Any] = {}
@@ -60,7 +61,7 @@ def measure_single(model: str | None, rounds: int, other: Path | None, **setting
 
 
 class _Engine:
-    """An engine in a process of its own, until the context ends; `state` says what it chose."""
+    """An engine in a process of its own; `state` says what it chose."""
 
     def __init__(self, way: str, config: dict[str, Any], checkout: Path | None) -> None:
         environment = dict(os.environ)
@@ -76,20 +77,14 @@ class _Engine:
         )
         self.state = self._answer()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """Ends the process, if it has not ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
     def ask(self, **which: int) -> dict[str, Any]:
-        """Sends requests: those from `begin` to `end` of `count` random ones with `documents` each."""
+        """Sends a turn of requests, from `begin` on, of `count` random ones with `documents` each."""
         assert self._process.stdin is not None
         print(json.dumps(which), file=self._process.stdin, flush=True)
         return self._answer()
@@ -108,12 +103,11 @@ def _in_turns(engines: dict[str, _Engine], documents: int, count: int) -> dict[s
     scores: dict[str, list[list[float]]] = {way: [] for way in engines}
     tokens = 0
     for engine in engines.values():
-        engine.ask(documents=documents, count=count, begin=0, end=min(_TURN, count))  # makes them
+        engine.ask(documents=documents, count=count, begin=0)  # makes them
     for begin in range(0, count, _TURN):
         # Each engine comes first as often as last.
         for way in list(engines)[:: -1 if begin // _TURN % 2 else 1]:
-            end = min(begin + _TURN, count)
-            answer = engines[way].ask(documents=documents, count=count, begin=begin, end=end)
+            answer = engines[way].ask(documents=documents, count=count, begin=begin)
             seconds[way] += answer["seconds"]
             scores[way] += answer["scores"]
             tokens = answer["tokens"]
@@ -137,10 +131,10 @@ def _requests(documents: int, count: int) -> "list[Request]":
     return random_requests(count, documents, _PAIR, 0.0, False, seed=0)
 
 
-async def _ask(engine: "Engine", documents: int, count: int, begin: int, end: int) -> dict[str, Any]:
-    """Seconds of some of `count` random requests, the scores of each and the tokens of the last."""
+async def _ask(engine: "Engine", documents: int, count: int, begin: int) -> dict[str, Any]:
+    """Seconds of a turn of `count` random requests, the scores of each and the tokens of the last."""
     seconds, scores, tokens = [], [], 0
-    for request in _requests(documents, count)[begin:end]:
+    for request in _requests(documents, count)[begin : begin + _TURN]:
         started = time.perf_counter()
         result = await engine.score(request.query, request.documents, cache="bypass")
         seconds.append(time.perf_counter() - started)
@@ -149,7 +143,7 @@ async def _ask(engine: "Engine", documents: int, count: int, begin: int, end: in
     return {"seconds": seconds, "scores": scores, "tokens": tokens}
 
 
-def _layer_by_layer() -> contextlib.AbstractContextManager[Any]:
+def _layer_by_layer() -> AbstractContextManager[Any]:
     """Loads models that run layer by layer, for which the engine has no option."""
     from unittest.mock import patch
 
@@ -171,7 +165,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as runner:
         os.dup2(2, 1)
         engine = Engine(config)
-        with _layer_by_layer() if way == "layer_by_layer" else contextlib.nullcontext():
+        with _layer_by_layer() if way == "layer_by_layer" else nullcontext():
             runner.run(engine.start())
         state = {"one_call": _runs_in_one_call(engine), "kernels": is_available()}
         print(json.dumps(state), file=answers, flush=True)

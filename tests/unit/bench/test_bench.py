@@ -23,9 +23,9 @@ from maxsimd.bench.checkpoints import gflop_a_token, save_reranker, unigram_toke
 from maxsimd.bench.datasets import mixed_counts, random_requests
 from maxsimd.bench.gpu.first_day import Step, run_steps
 from maxsimd.bench.gpu.kernels import Run, prepared
-from maxsimd.bench.load import SentenceTransformers, System, maxsimd
+from maxsimd.bench.load import SentenceTransformers, System, maxsimd, processes_titled
 from maxsimd.bench.methods import GPU_TOKENS_A_SECOND
-from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES, Arena, Load, Results, Turn, markdown
+from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES, Arena, Load, Results, markdown
 from maxsimd.bench.peers import Outcome as PeerOutcome
 from maxsimd.bench.report import Outcome, Report, run_and_clean_up
 from maxsimd.engine import EngineConfig
@@ -65,7 +65,7 @@ def test_reports_count_failures_apart_and_show_ratios() -> None:
     assert (figures["documents_per_s"], figures["mrr"]) == (10.0, 0.75)
     assert figures["latency_median_ms"] == pytest.approx(200)
     turns = {
-        system: [Turn(rate, 100 * rate, 1000 / rate, 2000 / rate) for rate in rates]
+        system: [{"documents_per_s": rate, "tokens_per_s": 100 * rate} for rate in rates]
         for system, rates in ((OURS, (10, 40, 20)), (QUANTIZED, (30, 60, 50)), ("vLLM bfloat16", (5, 10, 8)))
     }
     limits = {"float32": 200.0, "bfloat16": 400.0, "int8": 800.0, "copy": 30.0}
@@ -124,7 +124,7 @@ async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -
         outcome = await arena.run(Load(requests=4, documents=3, concurrency=2), rounds=2)
         paired = await arena.run(Load(requests=1, documents=5, concurrency=1, paired=True), rounds=1)
     assert {name: len(turns) for name, turns in outcome.turns.items()} == {"maxsimd": 2, "peer": 2}
-    assert all(turn.documents_per_s > 0 for turns in outcome.turns.values() for turn in turns)
+    assert all(turn["documents_per_s"] > 0 for turns in outcome.turns.values() for turn in turns)
     for each in (outcome, paired):
         assert each.median("maxsimd", "tokens_per_s") > each.median("maxsimd", "documents_per_s")
 
@@ -146,18 +146,21 @@ def test_a_benchmark_that_is_ended_stops_what_it_started() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def script(code: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", code)
+def test_processes_are_found_by_titles_of_any_bytes() -> None:
+    with subprocess.Popen([b"titled \xff", b"60"], executable="/bin/sleep") as process:
+        assert processes_titled("titled") == [process.pid]
+        process.kill()
 
 
 def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
+    python = (sys.executable, "-c")
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
     steps = [
-        Step("before", script("print('found: [\"limits: product_tflops\", 399.0]')"), 30),
-        Step("fails", script("import sys; print('attention by varlen is not used: why'); sys.exit(3)"), 30),
-        Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
-        Step("hangs", script(child), 2.0),
-        Step("after", script("print('found: [\"limits: copy_tbytes_per_s\", 9]')"), 30),
+        Step("before", (*python, "print('found: [\"limits: product_tflops\", 399.0]')"), 30),
+        Step("fails", (*python, "print('attention by varlen is not used: why'); exit(3)"), 30),
+        Step("dies", (*python, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
+        Step("hangs", (*python, child), 2.0),
+        Step("after", (*python, "print('found: [\"limits: copy_tbytes_per_s\", 9]')"), 30),
     ]
     outcomes = run_steps(steps, tmp_path, 60, "NVIDIA H200")
     assert [outcome.status for outcome in outcomes] == [0, 3, -11, None, 0]
@@ -189,17 +192,15 @@ def test_the_first_day_runs_small_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
-    def broken(data: torch.Tensor) -> Run:
-        raise RuntimeError("no such kernel")
-
-    def times(factor: float) -> Callable[[torch.Tensor], Run]:
+    def times(factor: Any) -> Callable[[torch.Tensor], Run]:
         return lambda data: lambda: data * factor
 
-    contenders = {"right": times(1.001), "wrong": times(1.1), "empty": times(torch.nan), "broken": broken}
+    factors = {"right": 1.001, "wrong": 1.1, "empty": torch.nan, "broken": None}
+    contenders = {name: times(factor) for name, factor in factors.items()}
     ready = prepared(contenders, [torch.ones(4), torch.ones(4)], torch.ones(3))
     assert list(ready.runs) == ["right"]
     assert ready.failures == {
         "wrong": "its results differ by 0.1 of the largest",
         "empty": "its results differ by nan of the largest",
-        "broken": "RuntimeError: no such kernel",
+        "broken": "TypeError: unsupported operand type(s) for *: 'Tensor' and 'NoneType'",
     }
