@@ -93,7 +93,12 @@ async def measure_overload(
                 by_number[number] = shown = _shown(*await _closed(clients, bodies, number, seconds / 4))
                 compared = ("tokens_per_s", "p99_ms", "refused")
                 figures |= {f"{name}_of_{number}_clients": shown[name] for name in compared}
-            best = max(by_number, key=lambda number: _within_capacity(by_number[number]))
+            within = [
+                number
+                for number, shown in by_number.items()
+                if shown["refused_per_s"] <= _FEW_REFUSALS * shown["served_per_s"]
+            ]
+            best = max(within or CONCURRENCY[:1], key=lambda number: by_number[number]["tokens_per_s"])
             answers, duration = list[_Answer](), 0.0
             overloaded: Figures = {}
             for times in TIMES:
@@ -111,12 +116,6 @@ async def measure_overload(
                 overloaded |= {f"{name}_at_{times}_times": value for name, value in served.items()}
             clients.close()
     return figures | {"clients_at_capacity": best, **capacity} | overloaded
-
-
-def _within_capacity(shown: Figures) -> float:
-    """Tokens a second; 0 if more than few requests are refused."""
-    served = shown["served_per_s"]
-    return float(shown["tokens_per_s"]) if shown["refused_per_s"] <= _FEW_REFUSALS * served else 0.0
 
 
 def _shown(answers: list[_Answer], duration: float) -> Figures:

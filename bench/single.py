@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import click
 
@@ -143,13 +144,6 @@ async def _ask(engine: "Engine", documents: int, count: int, begin: int) -> dict
     return {"seconds": seconds, "scores": scores, "tokens": tokens}
 
 
-def _layer_by_layer() -> AbstractContextManager[Any]:
-    """Loads models that run layer by layer, for which the engine has no option."""
-    from unittest.mock import patch
-
-    return patch("maxsimd.engine.execution.one_call.packed_layers", lambda *_: "the benchmark compares both")
-
-
 def _runs_in_one_call(engine: "Engine") -> bool:
     """Whether the engine runs all layers in one call; older versions keep the runner in `prepared`."""
     model: Any = engine.device_model
@@ -165,7 +159,11 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as runner:
         os.dup2(2, 1)
         engine = Engine(config)
-        with _layer_by_layer() if way == "layer_by_layer" else nullcontext():
+        # The engine has no option for this.
+        apart = patch(
+            "maxsimd.engine.execution.one_call.packed_layers", lambda *_: "the benchmark compares both"
+        )
+        with apart if way == "layer_by_layer" else nullcontext():
             runner.run(engine.start())
         state = {"one_call": _runs_in_one_call(engine), "kernels": is_available()}
         print(json.dumps(state), file=answers, flush=True)

@@ -142,14 +142,13 @@ def test_a_benchmark_that_is_ended_stops_what_it_started() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         run_and_clean_up(measure())
-    assert stopped == [True]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert (stopped, signal.getsignal(signal.SIGTERM)) == ([True], before)
 
 
 def test_processes_are_found_by_titles_of_any_bytes() -> None:
-    with subprocess.Popen([b"titled \xff", b"60"], executable="/bin/sleep") as process:
-        assert processes_titled("titled") == [process.pid]
-        process.kill()
+    words = [b"titled \xff", b"-c", b"read"]
+    with subprocess.Popen(words, executable="/bin/bash", stdin=subprocess.PIPE) as process:
+        wait_for(lambda: processes_titled("titled") == [process.pid])
 
 
 def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
