@@ -85,7 +85,7 @@ async def measure_cache(config: EngineConfig, documents: int, rounds: int) -> di
 
 async def measure_cached_pairs(model: str | None, documents: int, rounds: int) -> dict[str, float]:
     """Medians of `rounds` requests to a cross-encoder, run and from the cache in turns."""
-    texts = [pair.document for pair in docstring_pairs()][:documents]
+    texts = numbered_documents(documents)
     with tempfile.TemporaryDirectory() as folder:
         async with Engine(EngineConfig(model=model or save_cross_encoder(Path(folder)))) as engine:
             await engine.score(QUERY, texts, cache="use")
@@ -207,7 +207,7 @@ def _wrong(whole: RerankResult, partial: RerankResult, documents: int) -> int:
 async def measure_prefix_sharing(documents: int, share: float, rounds: int) -> dict[str, float]:
     """Medians of one request to a causal reranker, whose pairs all begin with `share` of their tokens: with
     the prefix run once, and every time, in turns."""
-    texts = [pair.document for pair in docstring_pairs()[:documents]]
+    texts = numbered_documents(documents)
     with tempfile.TemporaryDirectory() as folder:
         model = save_reranker("small causal", Path(folder))
         config = EngineConfig(model=model, device="cpu", cache_mb=0)
