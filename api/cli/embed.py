@@ -96,7 +96,6 @@ async def _embed(
     tokens: bool,
 ) -> Rows:
     found: dict[int, NDArray[np.float32]] = {}
-    num_tokens = 0
 
     async def ask(part: list[int]) -> "_Result":
         texts = [records[i].text for i in part]
@@ -107,11 +106,8 @@ async def _embed(
         return await engine.embed(texts, input_type=input_type, priority="batch")
 
     def done(part: list[int], result: "_Result") -> None:
-        nonlocal num_tokens
-        num_tokens += result.usage.prompt_tokens
         found.update(zip(part, result.embeddings, strict=True))
-        progress.update(len(found), num_tokens)
 
-    progress.update(0, 0)
-    await each_part(in_parts(records, range(len(records))), ask, done)
+    progress.add(0)
+    await each_part(progress, in_parts(records, range(len(records))), ask, done)
     return [found[i] for i in range(len(records))]

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,10 @@ class Judged:
     grades: Grades
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], needs_grades: bool = True) -> "Judged":
-        """Reads the files of `judged_files`. Raises click.UsageError where one is not named, and OSError and
-        ValueError for those that cannot be read."""
+    def of(cls, values: Mapping[str, Any], needs_grades: bool = True, others: int | None = None) -> "Judged":
+        """Reads the files of `judged_files`. With `others`, a query has its judged documents and that many
+        random ones. Raises click.UsageError where a file is not named, and OSError and ValueError for those
+        that cannot be read."""
         named = {name: values[name] for name in ("documents", "queries", "qrels")}
         if values["data"] is not None:
             of_beir = ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")
@@ -112,10 +113,19 @@ class Judged:
         texts, asked = read_texts(named["documents"]), read_texts(named["queries"])
         grades = {} if named["qrels"] is None else read_grades(named["qrels"])
         candidates = None if values.get("candidates") is None else read_run(values["candidates"])
-        work = []
-        for query in [query for query in grades or asked if query in asked]:
-            ids = [*texts]
-            if candidates is not None:
+        # Each query has the same list: there may be millions of documents.
+        draw, ids_of_all, work = random.Random(0), [*texts], []
+        queries = [query for query in grades or asked if query in asked]
+        if others is not None:
+            ids_of_all.sort()
+            queries.sort()
+        for query in queries:
+            ids = ids_of_all
+            if others is not None:
+                if ids := [id_ for id_ in grades[query] if id_ in texts]:
+                    ids += draw.sample(ids_of_all, min(others, len(ids_of_all)))
+                ids = [*dict.fromkeys(ids)]
+            elif candidates is not None:
                 scores = candidates.get(query, {})
                 best = sorted(scores, key=lambda id_: (-scores[id_], id_))[: values["depth"]]
                 ids = [id_ for id_ in best if id_ in texts]
@@ -315,7 +325,7 @@ def rank(config: EngineConfig, judged: Judged, normalize: bool = False) -> Ranke
 async def _rank(engine: "Engine", progress: Progress, judged: Judged, normalize: bool) -> Ranked:
     queries, documents = judged.asked, judged.texts
     ranked: Run = {query: {} for query, _ in judged.work}
-    done_pairs = tokens = truncated = 0
+    truncated = 0
 
     def parts() -> Iterator[list[tuple[str, str]]]:
         for query, ids in judged.work:
@@ -331,18 +341,15 @@ async def _rank(engine: "Engine", progress: Progress, judged: Judged, normalize:
         return await engine.score(queries[part[0][0]], texts, priority="batch", normalize=normalize)
 
     def done(part: list[tuple[str, str]], result: "ScoreResult") -> None:
-        nonlocal done_pairs, tokens, truncated
-        done_pairs += len(part)
+        nonlocal truncated
         truncated += result.truncated - result.truncated_queries
-        tokens += result.usage.prompt_tokens
         scores = result.scores if normalize else result.ranking_scores
         for (query, id_), score in zip(part, scores, strict=True):
             ranked[query][id_] = score
-        progress.update(done_pairs, tokens)
 
-    progress.update(0, 0)
+    progress.add(0)
     begun = time.perf_counter()
-    await each_part(parts(), ask, done)
+    await each_part(progress, parts(), ask, done)
     seconds = time.perf_counter() - begun
     facts = engine.facts
     return Ranked(ranked, facts.score_type.value, facts.precision, truncated, seconds)
@@ -368,7 +375,7 @@ def calibrate(others: int, out: str, **values: Any) -> None:
     Serve with --model-option calibration=FILE."""
     config = config_from(EngineConfig, values)
     with in_one_line():
-        judged = _with_others(Judged.of(values), others)
+        judged = Judged.of(values, others=others)
     found = rank(config, judged, normalize=True).scores
     pairs = [(query, id_) for query, ids in judged.work for id_ in ids]
     scores = np.array([found[query][id_] for query, id_ in pairs])
@@ -392,19 +399,6 @@ def calibrate(others: int, out: str, **values: Any) -> None:
 
 # Parts of the queries for cross-validation.
 _FOLDS = 5
-
-
-def _with_others(judged: Judged, others: int) -> Judged:
-    """The documents that are judged, and `others` a query. Raises ValueError for none."""
-    draw, ids = random.Random(0), sorted(judged.texts)
-    work = []
-    for query, grades in sorted(judged.grades.items()):
-        chosen = dict.fromkeys(id_ for id_ in grades if id_ in judged.texts)
-        if chosen:
-            work.append((query, [*(chosen | dict.fromkeys(draw.sample(ids, min(others, len(ids)))))]))
-    if not work:
-        raise ValueError("no judgment names a query and a document of the files; compare their ids")
-    return replace(judged, work=work)
 
 
 def _errors_of(

@@ -18,6 +18,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Sized,
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -32,11 +33,11 @@ from maxsimd.engine.config import EngineConfig, shown_name
 from maxsimd.engine.errors import MaxsimdError
 
 if TYPE_CHECKING:
-    from maxsimd.engine import Engine
+    from maxsimd.engine import Engine, requests
     from maxsimd.engine.media import Content, PdfPage, PictureAt
-    from maxsimd.engine.requests import LongInputPolicy, Truncation
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Sized)
+R = TypeVar("R", bound="requests.ScoreResult | requests.EmbedResult | requests.TokenEmbedResult")
 T = TypeVar("T")
 
 # Cost of a page, in characters of a text.
@@ -61,7 +62,7 @@ _LOADING_SECONDS = 3
 # The exit status of a program that Ctrl-C has ended.
 INTERRUPTED = 130
 # The engine's names for what is done with long documents.
-_TRUNCATION: "dict[str, LongInputPolicy]" = {"truncate": "cut", "window": "window", "error": "error"}
+_TRUNCATION: "dict[str, requests.LongInputPolicy]" = {"truncate": "cut", "window": "window", "error": "error"}
 
 
 class OutputPath(click.Path):
@@ -107,7 +108,7 @@ field_option = click.option(
 )
 
 
-def truncation_of(long_documents: str) -> "Truncation":
+def truncation_of(long_documents: str) -> "requests.Truncation":
     """The engine's option of `--long-documents`, which errors name."""
     from maxsimd.engine.requests import OptionNames, as_truncation  # late: loads torch
 
@@ -263,13 +264,14 @@ class Progress:
     def __init__(self, unit: str, total: int = 0) -> None:
         self.total = total
         self._unit = unit
+        self._tokens = 0
         self._bar: tqdm[Any] | None = None
 
     def note(self, text: str) -> None:
         click.echo(text, err=True)
 
-    def update(self, done: int, tokens: int) -> None:
-        """Shows that `done` texts are done, for which this run has read `tokens`."""
+    def add(self, done: int, tokens: int = 0) -> None:
+        """Shows that so many more texts are done, for which this run has read `tokens`."""
         if self._bar is None:
             in_terminal = sys.stderr.isatty()
             self._bar = tqdm(
@@ -280,10 +282,12 @@ class Progress:
                 mininterval=0.1 if in_terminal else 5.0,
                 file=None if in_terminal else _Lines(),
             )
-        if tokens:
-            speed = tokens / max(self._bar.format_dict["elapsed"], 1e-3)
+            done = 0
+        self._tokens += tokens
+        if self._tokens:
+            speed = self._tokens / max(self._bar.format_dict["elapsed"], 1e-3)
             self._bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-        self._bar.update(done - self._bar.n)
+        self._bar.update(done)
 
     def end(self) -> None:
         if self._bar is not None:
@@ -358,10 +362,10 @@ def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list
 
 
 async def each_part(
-    parts: Iterator[P], ask: Callable[[P], Awaitable[T]], done: Callable[[P, T], None]
+    progress: Progress, parts: Iterator[P], ask: Callable[[P], Awaitable[R]], done: Callable[[P, R], None]
 ) -> None:
-    """Asks for a few parts at a time and calls `done` with each result. Raises Interrupted on a signal."""
-    asked: dict[asyncio.Task[T], P] = {}
+    """Asks for a few parts at a time, and calls `done` with each result. Raises Interrupted on a signal."""
+    asked: dict[asyncio.Task[R], P] = {}
     with _stopping() as stop:
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -372,7 +376,9 @@ async def each_part(
                     return
                 await asyncio.wait({*asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in asked if task.done()]:
-                    done(asked.pop(task), task.result())
+                    part, result = asked.pop(task), task.result()
+                    done(part, result)
+                    progress.add(len(part), result.usage.prompt_tokens)
                 if stop.is_set() and (asked or next(parts, None) is not None):
                     raise Interrupted
         finally:

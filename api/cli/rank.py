@@ -285,24 +285,20 @@ async def _score(
     # A listwise model scores documents by each other.
     parts = iter([list(range(len(records)))]) if is_listwise else in_parts(records, left)
     reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
-    tokens = 0
 
     async def ask(part: list[int]) -> "ScoreResult":
         documents = [records[i].document for i in part]
         return await engine.score(query, documents, priority="batch", **reported, **options)
 
     def done(part: list[int], result: "ScoreResult") -> None:
-        nonlocal tokens
-        tokens += result.usage.prompt_tokens
         errors = {part[i]: reason for i, reason in result.errors.items()}
         both = zip(result.scores, result.ranking_scores, strict=True)
         scores = {part[i]: each for i, each in enumerate(both) if i not in result.errors}
         journal.add(scores, errors)
-        progress.update(journal.done, tokens)
 
     with journal, suppress(Interrupted):
-        progress.update(journal.done, 0)
-        await each_part(parts, ask, done)
+        progress.add(journal.done)
+        await each_part(progress, parts, ask, done)
 
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})

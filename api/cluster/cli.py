@@ -105,20 +105,18 @@ def _run(
     """Scores what is left until it is interrupted. Returns the number of rows with an error."""
     from maxsimd.api.cluster.score_files import ScoringError, score_shards
 
-    done, tokens, errors = progress.total - sum(shard.rows for shard in left), 0, 0
+    done, errors = progress.total - sum(shard.rows for shard in left), 0
     if not left:
-        progress.update(done, 0)
+        progress.add(done)
         return 0
     progress.note(f"{progress.total:,} rows; starting {work.config.model or 'the embedded model'} on Ray")
     # Ray has handlers of its own once it runs.
     with suppress(Asked), asked(), ray_session(address, pool.most_cpus), asked():
-        progress.update(done, 0)
+        progress.add(done)
         try:
             for counts in score_shards(work, left, pool, out):
-                done += counts.rows
-                tokens += counts.prompt_tokens
                 errors += counts.errors
-                progress.update(done, tokens)
+                progress.add(counts.rows, counts.prompt_tokens)
         except ScoringError as error:
             raise click.ClickException(in_flags(str(error))) from error
     return errors

@@ -14,7 +14,7 @@ from sklearn.isotonic import IsotonicRegression
 from transformers import PretrainedConfig
 
 from maxsimd.api.cli import main
-from maxsimd.api.cli.evaluate import read_grades, read_texts
+from maxsimd.api.cli.evaluate import Judged, read_grades, read_texts
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint.model import PairRules, Task
@@ -82,6 +82,9 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, st
     bad.write_text("other d0 1\n")
     ran = _calibrate(files, tmp_path / "out.json", stanford_colbert, qrels=bad)
     assert (ran.exit_code, "no judgment names" in ran.output) == (1, True), ran.output
+    named = {"documents": "corpus.jsonl", "queries": "queries.jsonl", "qrels": "qrels.tsv"}
+    values = {"data": None, **{option: str(files / name) for option, name in named.items()}}
+    assert len({id(ids) for _, ids in Judged.of(values).work}) == 1, "all queries share one list"
     ran = _calibrate(files, out, stanford_colbert, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
     assert "12 queries" in ran.output
