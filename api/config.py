@@ -11,7 +11,8 @@ from maxsimd.engine.config import option
 _server, _processes = partial(option, group="server"), partial(option, group="processes")
 _security, _main_limit = partial(option, group="security"), partial(option, group="limits")
 _limit = partial(option, within="limit")
-_MOST_PROCESSES = 64
+_COUNTS = ("max_body_mb", "max_bodies_mb", "max_documents", "max_images", "max_connections")
+_TIMEOUTS = ("header_seconds", "transfer_seconds", "idle_seconds", "replica_timeout_seconds")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 
@@ -95,9 +96,17 @@ class ServerConfig:
         return self.fronts > 1 or self.replicas > 1
 
     def __post_init__(self) -> None:
-        for name in ("fronts", "replicas"):
-            if not 1 <= getattr(self, name) <= _MOST_PROCESSES:
-                raise ValueError(f"{name} must be from 1 to {_MOST_PROCESSES}, not {getattr(self, name)}")
+        for names, is_right, rule in (
+            (("fronts", "replicas"), lambda value: 1 <= value <= 64, "from 1 to 64"),
+            (("port",), lambda value: 0 <= value <= 65_535, "from 0 to 65535"),
+            (("min_bytes_per_second",), lambda value: value >= 0, "at least 0"),
+            (_COUNTS, lambda value: value is None or value >= 1, "at least 1"),
+            (_TIMEOUTS, lambda value: 0 < value < math.inf, "a number above 0"),
+            (("drain_seconds", "grace_seconds"), lambda value: 0 <= value < math.inf, "a number from 0 on"),
+        ):
+            for name in names:
+                if not is_right(value := getattr(self, name)):
+                    raise ValueError(f"{name} must be {rule}, not {value}")
         if self.models_dir is not None:
             if self.is_fleet:
                 raise ValueError("models_dir is for one process; leave it out, or fronts and replicas")
@@ -109,20 +118,6 @@ class ServerConfig:
             raise ValueError(
                 "restart_on_failure is for one process; with several, an engine that dies is started again"
             )
-        for name in ("max_body_mb", "max_bodies_mb", "max_documents", "max_images", "max_connections"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("header_seconds", "transfer_seconds", "idle_seconds", "replica_timeout_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        for name in ("drain_seconds", "grace_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
-        if self.min_bytes_per_second < 0:
-            raise ValueError(f"min_bytes_per_second must not be negative, not {self.min_bytes_per_second}")
-        if not 0 <= self.port <= 65_535:
-            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if not all(key.strip() for key in self.api_key):
             raise ValueError("api_key must not be empty; leave the option out to ask for no key")
         if self.tls_key is not None and self.tls_cert is None:

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.engine.config import COLLECTIONS, GROUPS, EngineConfig
+from maxsimd.engine.config import COLLECTIONS, EngineConfig
 
 if TYPE_CHECKING:
     import yaml  # late at run time: a command line without a file does not need it
@@ -197,25 +197,6 @@ def engine_options() -> tuple[str, ...]:
     return tuple(field.name for field in fields(EngineConfig) if field.name != "model")
 
 
-def markdown_tables(*configs: type) -> str:
-    """A table of options for each group."""
-    lines = []
-    all_fields = [field for config in configs for field in fields(config) if field.name != "model"]
-    for group, title in GROUPS.items():
-        lines += [f"## {title}", "", "| option | default | meaning |", "| --- | --- | --- |"]
-        within = [name for name, of in COLLECTIONS.items() if of == group]
-        for field in sorted(
-            (each for each in all_fields if each.metadata["group"] == group),
-            key=lambda each: each.metadata["within"] in within,
-        ):
-            value = SERVED.get(field.name, field.default)
-            computed = field.metadata["by_default"] or ""
-            default = computed if value in (None, ()) else _shown(value)
-            lines.append(f"| `{flag_with_collection(field.name)}` | {default} | {field.metadata['help']} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def flag_with_collection(name: str) -> str:
     """An option as it is given: --port, or --debug attention."""
     return f"{flag(_WITHIN[name])} {name}" if name in _WITHIN else flag(name)
@@ -227,12 +208,6 @@ def flag(name: str) -> str:
 
 def variable(name: str) -> str:
     return "MAXSIMD_" + name.upper()
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return f"{default:,}" if isinstance(default, int) and default >= 10_000 else str(default)
 
 
 @functools.cache
@@ -288,23 +263,6 @@ class DuplicateError(ValueError):
     """Something is in a file twice."""
 
 
-def config_file_option(command: F) -> F:
-    """`--config FILE`: flags go before variables, variables before the file, the file before defaults."""
-    return click.option(
-        "--config",
-        cls=GroupedOption,
-        group="server",
-        is_usual=True,
-        metavar="FILE",
-        type=click.Path(exists=True, dir_okay=False),
-        is_eager=True,
-        expose_value=False,
-        callback=_use,
-        envvar="MAXSIMD_CONFIG",
-        help="YAML file with options by name",
-    )(command)
-
-
 def values_of(config: Any) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     shown = {name: value for name, value in values.items() if name not in _SECRET}
@@ -342,6 +300,22 @@ def _use(context: click.Context, parameter: click.Parameter, path: str | None) -
     if takes_several and "model" in given:
         given["model"] = (given["model"],)
     context.default_map = {**(context.default_map or {}), **given}
+
+
+# Flags go before variables, variables before the file, the file before defaults.
+config_file_option = click.option(
+    "--config",
+    cls=GroupedOption,
+    group="server",
+    is_usual=True,
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    is_eager=True,
+    expose_value=False,
+    callback=_use,
+    envvar="MAXSIMD_CONFIG",
+    help="YAML file with options by name",
+)
 
 
 def _read_yaml(text: str) -> Any:

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from option_tables import markdown_tables
 from sphinx.application import Sphinx
 
 from maxsimd.api import pages
-from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers.handle import description
-from maxsimd.api.options import markdown_tables
-from maxsimd.engine import EngineConfig
 
 _LINKS = '<a href="./">Playground</a> <a href="openapi.json">openapi.json</a>'
 _PLACE = '<div id="routes">'
@@ -31,7 +29,7 @@ def _read(app: Sphinx, name: str, source: list[str]) -> None:
     if name == "reference/http":
         source[0] += "\n" + "\n".join(_routes(json.loads(description())))
     elif name == "reference/options":
-        source[0] += "\n" + markdown_tables(EngineConfig, ServerConfig)
+        source[0] += "\n" + markdown_tables()
 
 
 def _routes(described: dict[str, Any]) -> Iterator[str]:
