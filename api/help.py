@@ -112,11 +112,8 @@ class Commands(click.Group):
 
     command_class = Command
 
-    def get_help_option(self, ctx: click.Context) -> click.Option | None:
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.opts = ["-h", "--help"]
-        return option
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        return ["-h", "--help"]
 
     def get_help(self, ctx: click.Context) -> str:
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]

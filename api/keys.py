@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -194,17 +194,11 @@ class ApiKeys:
 
     def accept(self, authorization: str) -> str | None:
         """The tenant whose key an Authorization header sends as `Bearer KEY`; None if there is none."""
-        digest = _digest_sent(authorization)
-        # Comparing every key in constant time reveals nothing by timing.
-        matches = [(hmac.compare_digest(digest, one), owner) for one, owner in self._owners.items()]
-        owner = next((owner for matches_it, owner in matches if matches_it), None)
-        return owner if _is_bearer(authorization) else None
+        return next((self._owners[key] for key in _matching(authorization, self._owners)), None)
 
     def is_admin(self, authorization: str) -> bool:
         """Whether an Authorization header, whose key was accepted, has an admin's key."""
-        digest = _digest_sent(authorization)
-        matches = [hmac.compare_digest(digest, one) for one in self._table.admins]
-        return any(matches) and _is_bearer(authorization)
+        return bool(_matching(authorization, self._table.admins))
 
     @property
     def has_admins(self) -> bool:
@@ -258,12 +252,13 @@ class ApiKeys:
         self._set_tenants({**self._table.tenants, **limited})
 
 
-def _is_bearer(authorization: str) -> bool:
-    return authorization.partition(" ")[0].lower() == "bearer"
-
-
-def _digest_sent(authorization: str) -> bytes:
-    return digest_of(authorization.partition(" ")[2].strip())
+def _matching(authorization: str, digests: Iterable[bytes]) -> list[bytes]:
+    """Those of the digests that the key in an Authorization header has. Comparing every key in constant time
+    reveals nothing by timing."""
+    scheme, _, key = authorization.partition(" ")
+    sent = digest_of(key.strip())
+    matching = [digest for digest in digests if hmac.compare_digest(sent, digest)]
+    return matching if scheme.lower() == "bearer" else []
 
 
 def _cannot_read(path: Path, error: Exception) -> str:

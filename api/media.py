@@ -177,13 +177,14 @@ class MediaFetcher:
             raise PictureError(
                 f"is fetched as {response.content_type[:60]}; only pictures can be read (image/...)"
             )
+        too_large = PictureError(f"has more than {self._most_bytes:,} bytes; send a smaller file")
         if (response.content_length or 0) > self._most_bytes:
-            raise PictureError(f"has more than {self._most_bytes:,} bytes; send a smaller file")
+            raise too_large
         data = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
             data += chunk
             if len(data) > self._most_bytes:
-                raise PictureError(f"has more than {self._most_bytes:,} bytes; send a smaller file")
+                raise too_large
         return bytes(data)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -225,6 +226,7 @@ def _origin(url: URL) -> _Origin | None:
 
 
 _LONGEST_FILE_URL = 12_288
+_OUTSIDE = "is a file outside of the folder from which pictures are read"
 _NO_FILE_URL = "has a URL that cannot be read; give file:///folder/name"
 
 
@@ -243,16 +245,15 @@ def bytes_of_local_file(url: str, folder: Path | None, most_bytes: int) -> bytes
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         raise PictureError(_NO_FILE_URL)
     named, root = Path(unquote(parts.path)), folder.resolve()
-    outside = PictureError("is a file outside of the folder from which pictures are read")
     # Check before following any link: where outside links lead stays secret.
     if ".." in named.parts or not (named.is_relative_to(root) or named.is_relative_to(folder.absolute())):
-        raise outside
+        raise PictureError(_OUTSIDE)
     try:
         path = named.resolve()
     except (OSError, ValueError, RuntimeError):
         raise PictureError("is a file that cannot be opened") from None
     if not path.is_relative_to(root):
-        raise outside
+        raise PictureError(_OUTSIDE)
     return _read(path, root, most_bytes)
 
 
@@ -269,7 +270,7 @@ def _read(path: Path, root: Path, most_bytes: int) -> bytes:
         # A folder may have become a link since the check.
         opened = _OPEN_FILES / str(descriptor)
         if not opened.resolve().is_relative_to(root):
-            raise PictureError("is a file outside of the folder from which pictures are read")
+            raise PictureError(_OUTSIDE)
         if about.st_size > most_bytes:
             raise PictureError(
                 f"has {about.st_size:,} bytes, but may have {most_bytes:,}; send a smaller file"

@@ -43,20 +43,6 @@ class ModelSetup:
             raise ValueError(f"weight must be a number above 0, not {self.weight}")
 
 
-def setups_by_model(models: Sequence[str], engine: EngineConfig) -> tuple[ModelSetup, ...]:
-    """Models named as on the command line, with the same options. Raises ValueError for duplicates."""
-    names = [model.rstrip("/") for model in models]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"{', '.join(twice)} is named twice; give each a name of its own in a file's `models`"
-        )
-    return tuple(
-        ModelSetup(name=name, engine=dataclasses.replace(engine, model=model))
-        for name, model in zip(names, models, strict=True)
-    )
-
-
 def check_together(models: Sequence[ModelSetup], server: ServerConfig) -> None:
     """Raises ValueError for options that several models cannot have."""
     if server.is_fleet:
@@ -216,7 +202,15 @@ def several_models(context: click.Context, found: Any, values: Mapping[str, Any]
     try:
         options = {name: values[name] for name in engine_options() if name in values}
         if found is None:
-            return setups_by_model(values["model"], EngineConfig.of(options))
+            names, engine = [model.rstrip("/") for model in values["model"]], EngineConfig.of(options)
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(
+                    f"{', '.join(twice)} is named twice; give each a name of its own in a file's `models`"
+                )
+            return tuple(
+                ModelSetup(name=name, engine=dataclasses.replace(engine, model=model))
+                for name, model in zip(names, values["model"], strict=True)
+            )
         if values["model"]:
             raise ValueError("the models are named in the file; give none beside it")
         if not isinstance(found, dict) or not found:

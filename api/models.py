@@ -70,9 +70,9 @@ class SeveralModels(Engines):
         self.metrics = SimpleNamespace(registry=self.registry)
         self._grace = grace
         self._loadable = loadable
-        self._setups = {setup.name: setup for setup in setups}
+        self.setups = {setup.name: setup for setup in setups}
         # Models that a request without a name may mean. None: configured, and never loaded.
-        self._choosable: dict[str, _LoadedModel | None] = dict.fromkeys(self._setups)
+        self._choosable: dict[str, _LoadedModel | None] = dict.fromkeys(self.setups)
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._tenants: Mapping[str, Tenant] = {}
         self._is_started = False
@@ -116,7 +116,7 @@ class SeveralModels(Engines):
     @property
     def config(self) -> EngineConfig:
         """The first served model's, with the largest `max_request_tokens` of all."""
-        largest = max(setup.engine.max_request_tokens for setup in self._setups.values())
+        largest = max(setup.engine.max_request_tokens for setup in self.setups.values())
         return dataclasses.replace(self._first().config, max_request_tokens=largest)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
@@ -157,15 +157,12 @@ class SeveralModels(Engines):
     @property
     def names(self) -> tuple[str, ...]:
         """All models, with those that have failed or were dropped, in order."""
-        return tuple(self._setups)
+        return tuple(self.setups)
 
     def facts_of(self, name: str) -> ModelFacts | None:
         """None if the model was never loaded."""
         loaded = self._choosable.get(name)
         return None if loaded is None else loaded.facts
-
-    def setup_of(self, name: str) -> ModelSetup:
-        return self._setups[name]
 
     def engine(self, name: str) -> "Engine | None":
         """The engine of a model; None if it takes no requests."""
@@ -185,7 +182,11 @@ class SeveralModels(Engines):
         """The model of this name, or the only one of this checkpoint, dropped ones last. Raises ApiError."""
         if name in self.names:
             return name
-        called = [each for each in self.names if name in self._own_names(each)]
+        called = [
+            each
+            for each, setup in self.setups.items()
+            if name in (setup.engine.model, getattr(self.facts_of(each), "name", None))
+        ]
         called = [each for each in called if self.state(each) != DROPPED] or called
         if not called:
             raise no_such_model(name, self.served_names)
@@ -222,7 +223,7 @@ class SeveralModels(Engines):
                 message = f"the model {quoted(name)} has been dropped; {self._served_here}"
                 return ApiError(404, message, "model")
             case state:
-                message = f"the model {quoted(name)} is not served: {in_flags(_reason(state))}; "
+                message = f"the model {quoted(name)} is not served: {in_flags(state.removeprefix(FAILED))}; "
                 return ApiError(503, message + self._served_here, "model", retry_after=30)
 
     def lost_during_request(self, name: str) -> ApiError | None:
@@ -233,10 +234,6 @@ class SeveralModels(Engines):
             message = f"the model {quoted(name)} was dropped before the request was done"
             return ApiError(503, message, "model", retry_after=30)
         return self.not_served_error(name)
-
-    def _own_names(self, name: str) -> tuple[str | None, ...]:
-        facts = self.facts_of(name)
-        return self.setup_of(name).engine.model, None if facts is None else facts.name
 
     @property
     def _served_here(self) -> str:
@@ -272,7 +269,7 @@ class SeveralModels(Engines):
         self._end_if_none_is_left()
 
     async def _add(self, name: str) -> None:
-        if name in self._setups and self.engine(name) is not None:
+        if name in self.setups and self.engine(name) is not None:
             return
         setup = self._loadable.setup_of(name)
         assert setup is not None
@@ -280,7 +277,7 @@ class SeveralModels(Engines):
             raise ModelLoadError(
                 f"the link {link} leads out of the folder of --models-dir, or nowhere; replace it by a copy"
             )
-        self._setups.setdefault(name, setup)
+        self.setups.setdefault(name, setup)
         await self.load(name, setup.engine, setup.weight)
         log.info("the model %s is served: %s", name, self[name].facts.how_it_runs)
 
@@ -312,7 +309,7 @@ class SeveralModels(Engines):
 
     @property
     def _reasons(self) -> str:
-        return "; ".join(f"{name}: {_reason(self.state(name))}" for name in self.names)
+        return "; ".join(f"{name}: {self.state(name).removeprefix(FAILED)}" for name in self.names)
 
     @property
     def _serving(self) -> "list[Engine]":
@@ -327,10 +324,6 @@ class SeveralModels(Engines):
 
     def _registries(self) -> dict[str, CollectorRegistry]:
         return {name: model.engine.metrics.registry for name, model in self._choosable.items() if model}
-
-
-def _reason(state: str) -> str:
-    return state.removeprefix(FAILED)
 
 
 _RERANKERS = (ScoreType.CROSS_ENCODER, ScoreType.LATE_INTERACTION, ScoreType.LISTWISE)

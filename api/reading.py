@@ -81,11 +81,6 @@ class RankFields:
     room: int = _MOST_WRITTEN
 
 
-def rank_places(rank_fields: list[str] | None) -> RankFields | None:
-    """The places of one request's fields; None without fields."""
-    return RankFields({name: i for i, name in enumerate(dict.fromkeys(rank_fields))}) if rank_fields else None
-
-
 @contextmanager
 def with_request_field_names(**names: str) -> Iterator[None]:
     """Errors of the engine name the request's fields: `names` maps the engine's arguments to them."""
@@ -111,18 +106,22 @@ def check_count(contents: Any, param: str, most: int) -> None:
         raise ApiError(413, message, param)
 
 
-def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
-    """Reads one or many contents."""
+def as_items(contents: Contents, param: str, rank_fields: list[str] | None = None) -> list[Item]:
+    """Reads one or many contents. With `rank_fields` each object is a record, whose text has a line for each
+    named field, as Cohere's."""
     if isinstance(contents, list) and are_texts(contents):
         return [*cast("list[str]", contents)]
-    return [as_item(content, where, param, rank_fields) for where, content in _named(contents, param)]
+    ranked = RankFields({name: i for i, name in enumerate(dict.fromkeys(rank_fields or ()))})
+    return [
+        _record_text(content, ranked, where)
+        if rank_fields and isinstance(content, dict)
+        else as_item(content, where, param)
+        for where, content in _named(contents, param)
+    ]
 
 
-def as_item(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> Item:
-    """Reads a content as a text, an embedding or pictures. With `rank_fields` an object is a record, whose
-    text has a line for each named field, as Cohere's."""
-    if rank_fields and isinstance(content, dict):
-        return _record_text(content, rank_fields, where)
+def as_item(content: Content, where: str, param: str) -> Item:
+    """Reads a content as a text, an embedding or pictures."""
     return (
         vectors_of(content, where, param) if is_vectors(content) else _text_or_pictures(content, where, param)
     )
@@ -481,7 +480,11 @@ def vectors_of(content: dict[str, Any], where: str, param: str) -> Vectors:
     little-endian numbers in row order. Errors call it `where`. Raises InvalidRequestError."""
     try:
         given, shape = content["embedding"], content.get("shape")
-        dtype = _dtype_of(content.get("dtype") or "float32")
+        name = content.get("dtype") or "float32"
+        if not isinstance(name, str) or name not in _DTYPES:
+            shown = repr(name[:_LONGEST_SHOWN]) if isinstance(name, str) else f"of type {type(name).__name__}"
+            raise ValueError(f"dtype {shown} is not known; use {', '.join(_DTYPES)}")
+        dtype = _DTYPES[name]
         rows = _numbers(given, dtype, "embedding")
         if shape is not None:
             rows = rows.reshape(_sizes_of(shape, rows.numel()))
@@ -491,13 +494,6 @@ def vectors_of(content: dict[str, Any], where: str, param: str) -> Vectors:
     except ValueError as error:
         raise InvalidRequestError(f"{where}: {error}", param) from None
     return Vectors(rows, scales)
-
-
-def _dtype_of(name: Any) -> torch.dtype:
-    if not isinstance(name, str) or name not in _DTYPES:
-        shown = repr(name[:_LONGEST_SHOWN]) if isinstance(name, str) else f"of type {type(name).__name__}"
-        raise ValueError(f"dtype {shown} is not known; use {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def _numbers(given: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -616,13 +612,12 @@ class LoggedFields:
     def note(self, route: str, unread: Iterable[UnreadField]) -> None:
         for field in unread:
             key = (route, field.path[:_LONGEST_NAME])
-            if key in self._seen or len(self._seen) > _MOST_LOGGED:
-                continue
-            self._seen.add(key)
-            if len(self._seen) > _MOST_LOGGED:
-                log.warning("more unread fields of requests are not logged")
-            else:
-                log.warning("%s: %s", route, field)
+            if key not in self._seen and len(self._seen) <= _MOST_LOGGED:
+                self._seen.add(key)
+                if len(self._seen) > _MOST_LOGGED:
+                    log.warning("more unread fields of requests are not logged")
+                else:
+                    log.warning("%s: %s", route, field)
 
 
 def unread_fields(request: msgspec.Struct, given: Mapping[str, Any]) -> list[UnreadField]:

@@ -41,7 +41,7 @@ _AT_HAND = 512
 
 
 class ServerMetrics:
-    """Of requests, connections and the event loop."""
+    """Metrics of requests, connections and the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
@@ -134,8 +134,8 @@ class Tracing:
         request_id: str,
         headers: Mapping[str, str],
     ) -> None:
-        """Notes a request that ends now, in the trace that its `headers` name. Of a client's, the span has
-        only the method and the id."""
+        """Notes a request that ends now, in the trace that its `headers` name. Only the method and the id in
+        the span come from the client."""
         ended = time.time_ns()
         begun = ended - int(seconds * _NANOSECONDS)
         span = self._tracer.start_span(

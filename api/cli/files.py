@@ -42,14 +42,10 @@ T = TypeVar("T")
 
 # Cost of a page, in characters of a text.
 _PAGE = 32_768
-KINDS = ("lines", "jsonl", "csv", "tsv", "parquet")
+# Kinds of files with the endings of their names.
 _ENDINGS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
+    **{"lines": (), "jsonl": (".jsonl", ".ndjson", ".json"), "csv": (".csv",), "tsv": (".tsv",)},
+    "parquet": (".parquet",),
 }
 # Fields with a text, and with an id: the first that is there counts.
 TEXT_FIELDS = ("text", "content", "document", "passage", "body", "abstract", "title")
@@ -86,9 +82,9 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 model_argument = click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 input_format_option = click.option(
     "--input-format",
-    type=click.Choice(KINDS),
+    type=click.Choice([*_ENDINGS]),
     metavar="FORMAT",
-    help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}",
+    help="lines, jsonl, csv, tsv or parquet",
     show_default="from the file's name",
 )
 normalize_option = click.option("--normalize", is_flag=True, help="Return scores from 0 to 1")
@@ -151,7 +147,8 @@ def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Rec
     the default is the first of `TEXT_FIELDS`. Raises click.ClickException with the line."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        kind = kind or _ENDINGS.get(Path(path).suffix.lower()) or _guess(data)
+        ending = Path(path).suffix.lower()
+        kind = kind or next((each for each, own in _ENDINGS.items() if ending in own), _guess(data))
         records = [*_READERS[kind](data, fields)]
     except (OSError, ValueError, csv.Error, RecursionError) as error:
         raise click.ClickException(f"{path} cannot be read: {error}") from error
@@ -186,23 +183,18 @@ def _json(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
             yield _record(value, fields, f"line {number}")
 
 
-def _csv(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
-    return _table(_text(data), fields, delimiter=",", strict=True)
-
-
 def _tsv(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
     """Quotes that do not enclose fields are part of the texts, as in MS MARCO's files."""
-    text = _text(data)
     try:
-        return iter([*_table(text, fields, delimiter="\t", strict=True)])
+        return iter([*_table(data, fields, delimiter="\t", strict=True)])
     except csv.Error:
-        return _table(text, fields, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return _table(data, fields, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
-def _table(text: str, fields: Sequence[str], **form: Any) -> Iterator[Record]:
+def _table(data: bytes, fields: Sequence[str], **form: Any) -> Iterator[Record]:
     """Rows under a heading."""
     csv.field_size_limit(sys.maxsize)
-    for number, row in enumerate(csv.DictReader(io.StringIO(text), **form), 2):
+    for number, row in enumerate(csv.DictReader(io.StringIO(_text(data)), **form), 2):
         yield _record(row, fields, f"row {number}")
 
 
@@ -219,7 +211,7 @@ def _parquet(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
 _READERS: dict[str, Callable[[bytes, Sequence[str]], Iterator[Record]]] = {
     "lines": _lines,
     "jsonl": _json,
-    "csv": _csv,
+    "csv": functools.partial(_table, delimiter=",", strict=True),
     "tsv": _tsv,
     "parquet": _parquet,
 }

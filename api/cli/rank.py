@@ -44,18 +44,13 @@ _LEAST_TEXT = 20
 
 
 def write(
-    ranked: Sequence[int],
-    scores: Mapping[int, float],
-    errors: Mapping[int, str],
-    records: Sequence[Record],
-    form: str | None,
-    out: str | None,
+    ranked: Sequence[int], journal: "Journal", records: Sequence[Record], form: str | None, out: str | None
 ) -> None:
     """Writes documents in this order, into the file `out` if given. `form` is table or jsonl; the default is
     a table in a terminal."""
     if form is None:
         form = "table" if out is None and sys.stdout.isatty() else "jsonl"
-    lines = (_score_table if form == "table" else _json_lines)(ranked, scores, errors, records)
+    lines = (_score_table if form == "table" else _json_lines)(ranked, journal, records)
     if out is None:
         for line in lines:
             click.echo(line)
@@ -64,25 +59,21 @@ def write(
         file.writelines(f"{line}\n".encode() for line in lines)
 
 
-def _json_lines(
-    ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
-) -> Iterator[str]:
+def _json_lines(ranked: Sequence[int], journal: "Journal", records: Sequence[Record]) -> Iterator[str]:
     for index in ranked:
         record = records[index]
         line: dict[str, object] = {"index": index}
         if record.id is not None:
             line["id"] = record.id
-        if index in errors:
-            line["error"] = errors[index]
+        if index in journal.errors:
+            line["error"] = journal.errors[index]
         else:
-            line["score"] = scores[index]
+            line["score"] = journal.scores[index]
         text = json.dumps({**line, "text": record.text}, ensure_ascii=False)
         yield text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _score_table(
-    ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
-) -> Iterator[str]:
+def _score_table(ranked: Sequence[int], journal: "Journal", records: Sequence[Record]) -> Iterator[str]:
     from rich.cells import cell_len, set_cell_size
 
     ids = [printable(records[index].id or str(index)) for index in ranked]
@@ -90,8 +81,8 @@ def _score_table(
     rest = max(_LEAST_TEXT, shutil.get_terminal_size((100, 24)).columns - width - 20)
     yield f"{'rank':>4}  {'score':>10}  {'document':<{width}}  text"
     for rank, (index, id_) in enumerate(zip(ranked, ids, strict=True), 1):
-        score = "failed" if index in errors else f"{scores[index]:.4f}"
-        shown = printable(" ".join((errors.get(index) or records[index].text)[: 4 * rest].split()))
+        score = "failed" if index in journal.errors else f"{journal.scores[index]:.4f}"
+        shown = printable(" ".join((journal.errors.get(index) or records[index].text)[: 4 * rest].split()))
         shown = shown if cell_len(shown) <= rest else f"{set_cell_size(shown, rest - 3)}..."
         yield f"{rank:>4}  {score:>10}  {set_cell_size(id_, width)}  {shown}"
 
@@ -169,11 +160,10 @@ def _run(values: dict[str, Any], top_n: int | None) -> None:
     if journal.done < len(records):
         given = (values["query"], records, options, journal)
         run(config, "documents", len(records), lambda engine, progress: _score(engine, progress, *given))
-    scores, errors, missing = journal.scores, journal.errors, len(records) - journal.done
-    by = journal.ranking_scores
-    ranked = sorted({*scores, *errors}) if top_n is None else sorted(by, key=lambda i: (-by[i], i))[:top_n]
+    by, errors, missing = journal.ranking_scores, journal.errors, len(records) - journal.done
+    ranked = sorted({*by, *errors}) if top_n is None else sorted(by, key=lambda i: (-by[i], i))[:top_n]
     if not missing or out is None:
-        write(ranked, scores, errors, records, form, out)
+        write(ranked, journal, records, form, out)
     for index, reason in list(errors.items())[:5]:
         click.echo(f"document {index} has no score: {reason}", err=True)
     if len(errors) > 5:

@@ -144,7 +144,7 @@ def model_card(state: ServerState, name: str) -> ModelCard:
     facts = state.engine.facts if models is None else models.facts_of(name)
     card = ModelCard(id=name, created=now(), owned_by="maxsimd", root=None, state="ok")
     if models is not None:
-        card.root, card.state = models.setup_of(name).engine.model, in_flags(models.state(name))
+        card.root, card.state = models.setups[name].engine.model, in_flags(models.state(name))
     if facts is None:
         return card
     return msgspec.structs.replace(

@@ -331,8 +331,7 @@ def query_and_documents(request: Any, most: int, name: str = "documents") -> ToR
     """The query and the documents in the field `name`."""
     item, documents = reading.as_item(request.query, "query", "query"), getattr(request, name)
     reading.check_count(documents, name, most)
-    places = reading.rank_places(getattr(request, "rank_fields", None))
-    return item, reading.as_items(documents, name, places)
+    return item, reading.as_items(documents, name, getattr(request, "rank_fields", None))
 
 
 def _wants_activation(request: wire.Scoring) -> bool:

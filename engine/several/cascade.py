@@ -150,14 +150,6 @@ class CascadeResult:
     stages: tuple[StageResult, ...]
 
 
-def check_stages(stages: Sequence[Stage]) -> None:
-    if not stages:
-        raise InvalidRequestError("a cascade needs a stage at least", "stages")
-    for i, stage in enumerate(stages):
-        if stage.keep is not None and stage.keep < 1:
-            raise InvalidRequestError(f"keep must be at least 1, not {stage.keep}", f"stages[{i}].keep")
-
-
 def _of_stage(
     error: InvalidRequestError | RequestFailedError, stage: Stage, indexes: Sequence[int]
 ) -> InvalidRequestError | RequestFailedError:
@@ -179,7 +171,11 @@ async def run_cascade(
 ) -> CascadeResult:
     """Runs the stages within `deadline` seconds. Raises `Engine.rerank`'s errors, where possible before any
     stage runs, and RequestTimeoutError between stages."""
-    check_stages(stages)
+    if not stages:
+        raise InvalidRequestError("a cascade needs at least one stage", "stages")
+    for i, stage in enumerate(stages):
+        if stage.keep is not None and stage.keep < 1:
+            raise InvalidRequestError(f"keep must be at least 1, not {stage.keep}", f"stages[{i}].keep")
     begun = time.perf_counter()
     for_all = {name: value for name, value in options.items() if name not in _OF_LAST}
     own: list[Mapping[str, object]] = [*[for_all] * (len(stages) - 1), options]

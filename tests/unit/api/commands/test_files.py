@@ -145,7 +145,9 @@ def test_other_files_and_an_unasked_resume_are_refused(tmp_path: Path) -> None:
 
 def test_links_are_followed_and_devices_written_into(tmp_path: Path) -> None:
     def write_to(out: Path) -> None:
-        write([0], {0: 1.0}, {}, [Record("a")], "jsonl", str(out))
+        journal = Journal(None, DIGEST, resume=False)
+        journal.scores[0] = 1.0
+        write([0], journal, [Record("a")], "jsonl", str(out))
 
     line = '{"index": 0, "score": 1.0, "text": "a"}\n'
     plain, link, pipe = (tmp_path / name for name in ("plain", "link", "pipe"))

@@ -118,11 +118,11 @@ async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(
     assert (engine.num_cleared, models.engine("a")) == (1, engine)
 
     def drop() -> None:
-        models._setups.pop("b", None)
+        models.setups.pop("b", None)
         raise EngineNotReadyError("it is dropped")
 
     engine.while_it_clears = drop
-    models._setups["b"], models._models["b"] = models._setups["a"], models._models["a"]
+    models.setups["b"], models._models["b"] = models.setups["a"], models._models["a"]
     await models.clear_cache()
     assert engine.num_cleared == 3
     await models.stop()
