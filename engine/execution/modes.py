@@ -189,12 +189,11 @@ def _is_exact_in_parts(
     model: LoadedModel, device: torch.device, backend: AttentionBackend, samples: Sequence[Sample]
 ) -> bool:
     """Whether the longest sample may be cut into chunks and begin with a shared prefix."""
-    longest = max(samples, key=lambda sample: len(sample.sequence))
-    if len(longest.sequence) < 2:
+    if max(len(sample.sequence) for sample in samples) < 2:
         return False
     runner = PackedRunner(model, device, backend, chunked=True)
     try:
-        comparison = compare_in_parts(runner, pooler_for(model.tasks), longest)
+        comparison = compare_in_parts(runner, pooler_for(model.tasks), samples)
     except Exception as error:
         log.warning("long sequences are not prefilled in chunks: %s", error)
         return False

@@ -21,6 +21,7 @@ from maxsimd.engine.execution import modes
 from maxsimd.engine.execution.attention import select
 from maxsimd.engine.execution.attention.backend import GroupedBackend
 from maxsimd.engine.execution.runner import PackedRunner
+from maxsimd.engine.execution.self_check.proof import compare_in_parts, pooler_for
 from maxsimd.engine.execution.self_check.samples import compare_items, largest, make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
@@ -189,6 +190,10 @@ async def test_wrong_chunks_and_prefixes_are_not_used(wrong: type[GroupedBackend
     found = modes.try_packed(model, CPU, GroupedBackend(), samples)
     assert isinstance(found, modes.Packed)
     assert found.chunked
+    # The score of the longest alone may be near 0.
+    runner = modes.make_runner(found, model, CPU, GroupedBackend())
+    parts = compare_in_parts(runner, pooler_for(model.tasks), samples)
+    assert parts.largest == largest(sample.expected for sample in samples)
     found = modes.try_packed(model, CPU, wrong(), samples)
     assert isinstance(found, modes.Packed)
     assert not found.chunked

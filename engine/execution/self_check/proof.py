@@ -49,9 +49,10 @@ def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sampl
     return replace(worst, sequences=len(samples))
 
 
-def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample) -> Comparison:
-    """Runs a sample in two chunks, and if it is a pair also after its first half as a shared prefix; compares
-    its items."""
+def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
+    """Runs the longest sample in two chunks, and if it is a pair also after its first half as a shared
+    prefix; compares its items. Its score may be near 0, so the scale is that of all samples of its task."""
+    sample = max(samples, key=lambda sample: len(sample.sequence))
     sequence = sample.sequence
     encode_images(runner, [sequence])
     middle = len(sequence) // 2
@@ -72,7 +73,8 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
             pooler.free(key)
     whole = _items(pooler, *runner.forward(step_of([sequence])))[sequence.sequence_id]
     rounding = float((whole - sample.expected).abs().max())
-    return compare_items(found, [sample.expected] * len(found), rounding)
+    scale = [each.expected for each in samples if each.sequence.payload.task == sequence.payload.task]
+    return compare_items(found, [sample.expected] * len(found), rounding, scale=scale)
 
 
 def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
@@ -160,8 +162,7 @@ def findings_of(
     _refuse_wrong(model.name, whole, exact, precision)
     findings.append(Finding(f"as it is run, in {precision}", f"beside float32: {whole}"))
     if runner.chunked:
-        longest = max(samples, key=lambda sample: len(sample.sequence))
-        parts = compare_in_parts(runner, pooler, longest)
+        parts = compare_in_parts(runner, pooler, samples)
         _refuse_wrong(model.name, parts, exact, precision)
         findings.append(Finding("in chunks and behind a prefix", f"beside float32: {parts}"))
     bits = compare_bits(runner, pooler, samples)

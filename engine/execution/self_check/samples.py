@@ -44,11 +44,15 @@ class Comparison:
 
 
 def compare_items(
-    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rounding: float, share: float = TOLERANCE
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    rounding: float,
+    share: float = TOLERANCE,
+    scale: Sequence[torch.Tensor] = (),
 ) -> Comparison:
-    """Compares items. They may differ by `share` of the largest number expected, and by a few times
-    `rounding`, the difference that rounding alone explains."""
-    size = largest(expected)
+    """Compares items. They may differ by `share` of the largest number expected, also by others of this
+    `scale`, and by a few times `rounding`, the difference that rounding alone explains."""
+    size = largest([*expected, *scale])
     if any(item.shape != wanted.shape for item, wanted in zip(found, expected, strict=True)):
         return Comparison(len(found), float("inf"), size, 0.0)
     difference = largest(item - wanted for item, wanted in zip(found, expected, strict=True))
