@@ -42,7 +42,7 @@ class EngineMetrics(Collector):
             "maxsimd_device_seconds", "Seconds on a device that several models share; without others 0"
         )
         self.preprocess_seconds = seconds(
-            "maxsimd_preprocess_seconds", "Seconds that tokenising and preparing a request took"
+            "maxsimd_preprocess_seconds", "Seconds that tokenizing and preparing a request took"
         )
         self._request_seconds = seconds(
             "maxsimd_request_seconds",

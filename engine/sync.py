@@ -132,7 +132,7 @@ class SyncEngine:
         return self
 
     def close(self) -> None:
-        """Frees everything, once all calls are done; more than once, or in several threads, does no harm. An
+        """Frees everything once all calls are done. May be called more than once, and from any thread. An
         open stream gets EngineNotReadyError from then on, but may be left as usual. In a process that was
         forked from the engine's, this does nothing."""
         if self._is_forked:
@@ -185,7 +185,7 @@ class SyncEngine:
         return self._engine.stats()
 
     def clear_cache(self) -> None:
-        """Forgets all that is cached, on disk as well."""
+        """Clears the cache, on disk as well."""
         self._wait(self._engine.clear_cache())
 
     score = _blocking(Engine.score)

@@ -1,4 +1,4 @@
-"""Tenants: what each may use of an engine, what it has used, and what is counted of it."""
+"""Tenants: their limits, their usage and their metrics."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -148,7 +148,7 @@ class TenantLimits:
         )
 
 
-# The label of every tenant that is not named, or is one too many.
+# The label of unnamed tenants, and of those beyond `MOST_LABELS`.
 OTHER = "other"
 MOST_LABELS = 100
 REASONS = (*get_args(Refusal), "size")

@@ -45,7 +45,7 @@ _IS_COUNTED = _STEPS != 0
 _IS_COUNTED[[_QUOTE, _COMMA]] = True
 # About how many bytes of memory Python's objects take at most. A value follows each comma.
 _CONTAINER_BYTES, _STRING_BYTES, _COMMA_BYTES = 80, 80, 40
-# Larger values than a block are read at so many levels.
+# Levels of nesting at which values larger than a block are read.
 _DEEPEST_LARGE = 12
 # Values stay undecoded views of the body, which takes little time.
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -75,8 +75,8 @@ class JsonShape(NamedTuple):
 
 def shape_of(body: bytes | bytearray, most: JsonShape) -> JsonShape:
     """The shape of a JSON text. First counts the contents of strings too. If that is beyond `most`, or takes
-    more memory than the body, counts again without them. The result means nothing for bytes that are no
-    JSON."""
+    more memory than the body, counts again without them. The result is meaningless for bytes that are
+    not JSON."""
     shape = _shape_with_strings(body)
     return shape if shape.is_within(most) and shape.memory <= len(body) else _shape_without_strings(body)
 
@@ -254,13 +254,13 @@ def encoding_of(headers: Mapping[str, str]) -> Encoding | None:
     given = (value for name, value in headers.items() if name.lower() == "content-encoding")
     named = ", ".join(given).strip().lower()
     if named not in _ENCODINGS:
-        message = f"this Content-Encoding is not taken; use {_TAKEN}, or none"
+        message = f"this Content-Encoding is not supported; use {_TAKEN}, or none"
         raise ApiError(415, message, headers={"Accept-Encoding": _TAKEN})
     return _ENCODINGS[named]
 
 
 def refusal(headers: Mapping[str, str], most_bytes: int) -> ApiError | None:
-    """Why a body need not be read, judged by its headers; None if it must be."""
+    """The error for a body that its headers already rule out, or None."""
     try:
         is_compressed = encoding_of(headers) is not None
     except ApiError as error:
@@ -284,7 +284,7 @@ _DEFLATED = 8
 def unreadable_body() -> ApiError:
     return ApiError(
         400,
-        "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length",
+        "the body does not match its headers, or is incomplete; check Content-Encoding and Content-Length",
     )
 
 

@@ -26,7 +26,7 @@ from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, Sc
 from maxsimd.engine import requests as engine_requests
 from maxsimd.engine.explanations import Explanation, Patch, TokenMatch, WindowScore
 from maxsimd.engine.requests import Item, ScoreOptions, Timings
-from maxsimd.engine.several.cascade import CascadeDocument
+from maxsimd.engine.several.cascade import CascadeDocument, CascadeOptions
 from maxsimd.engine.workers import run_in_thread_if_large
 
 T = TypeVar("T")
@@ -45,8 +45,6 @@ NOT_OF_TEI = WINDOW_FIELDS | {"documents", "top_k", "truncation", "rank_fields"}
 OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
 
 _MOST_STAGES = 8
-# The options of a request that hold for all stages of its cascade.
-_FOR_ALL_STAGES = ("truncation", "use_activation", "normalize", "cache", "priority", "tenant")
 
 
 class ScoreRequest(wire.Scoring, kw_only=True):
@@ -403,17 +401,17 @@ def _num_lines(explanations: Iterable[Explanation | None]) -> int:
     )
 
 
+def _reporting_options(body: wire.Scoring) -> list[str]:
+    """The request's options for partial results, explanations and streams."""
+    names = ("on_timeout", "on_error", "explain", "stream")
+    return [name for name in names if getattr(body, name) not in (None, False, "error", "fail")]
+
+
 def check_all_ranked(body: wire.Scoring) -> None:
-    """Refuses options that a shape has no place for: partial results, explanations and streams."""
-    for option in ("on_timeout", "on_error"):
-        if (value := getattr(body, option)) in ("partial", "report"):
-            raise InvalidRequestError(
-                f"{option} {value!r} is only for /rerank in Jina's or Cohere's shape; leave it out", option
-            )
-    for option in ("explain", "stream"):
-        if getattr(body, option):
-            said = f"{option} is only for /score, and for /rerank in Jina's or Cohere's shape; leave it out"
-            raise InvalidRequestError(said, option)
+    """Refuses options that most shapes have no place for."""
+    for option in _reporting_options(body):
+        said = f"{option} is only for /score, and for /rerank in Jina's or Cohere's shape; leave it out"
+        raise InvalidRequestError(said, option)
 
 
 def _on_wire(explanation: Explanation) -> WireExplanation:
@@ -561,7 +559,7 @@ async def rerank_as_tei(state: ServerState, body: RerankRequest, texts: ToRank) 
 
 
 async def _rerank_as_voyage(state: ServerState, body: RerankRequest, texts: ToRank) -> Answer:
-    """Voyage's shape: `data` in place of `results`, and documents as strings, only if they are asked for."""
+    """Voyage's shape: `data` in place of `results`, and documents as strings, given on request."""
     top_n, with_text = body.top_n if body.top_k is None else body.top_k, bool(body.return_documents)
 
     def build(result: RerankResult, **common: Any) -> VoyageResponse:
@@ -656,13 +654,12 @@ async def _rerank_in_stages(
     # Refuse a model that is not served now before any stage runs.
     last = [state.serving(name, Wanted.RANKING) for name in names][-1]
     scale = scale_of(last, body)
-    options: dict[str, Any] = {**score_options(last, body)}
+    of_score: dict[str, Any] = {**score_options(last, body)}
+    options = {name: of_score[name] for name in CascadeOptions.__annotations__}
     with ExitStack() as reported, reading.with_request_field_names(queries="query", documents="documents"):
         for name in names:
             reported.enter_context(naming_lost_model(models, name))
-        result = await models.rerank(
-            *texts, plan, deadline=body.timeout, **{name: options[name] for name in _FOR_ALL_STAGES}
-        )
+        result = await models.rerank(*texts, plan, deadline=body.timeout, **options)
     best = [one for one in result.results if one.score >= _least_score(body)][: body.top_n or None]
     rankings = [stage.ranking for stage in result.stages]
     done = [StageDone(stage.model, stage.documents, round(stage.milliseconds, 3)) for stage in result.stages]
@@ -708,14 +705,9 @@ def _check_cascade(state: ServerState, body: RerankRequest, stages: Sequence[Cas
         wrong = "the last stage of a cascade has no keep; leave it out, and set top_n for fewer results"
     if state.models is None or wrong is not None:
         raise InvalidRequestError(str(wrong), "cascade")
-    for option, value in (
-        *(("texts", body.texts), ("top_k", body.top_k), ("truncation", body.truncation)),
-        *(("stream", body.stream or None), ("explain", body.explain or None)),
-        ("on_timeout", None if body.on_timeout == "error" else body.on_timeout),
-        ("on_error", None if body.on_error == "fail" else body.on_error),
-    ):
-        if value is not None:
-            raise InvalidRequestError(f"a cascade does not support {option}; leave out one of them", option)
+    of_others = [name for name in ("texts", "top_k", "truncation") if getattr(body, name) is not None]
+    for option in (*of_others, *_reporting_options(body)):
+        raise InvalidRequestError(f"a cascade does not support {option}; leave out one of them", option)
     return state.models
 
 

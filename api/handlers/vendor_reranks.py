@@ -227,7 +227,7 @@ async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.To
 
 
 async def infinity(state: ServerState, body: InfinityRequest, texts: rerank.ToRank) -> Answer:
-    """Documents are strings, and only if they are asked for."""
+    """Documents are strings, given on request."""
     with_text = bool(body.return_documents)
 
     def build(result: RerankResult, **common: Any) -> InfinityResponse:
