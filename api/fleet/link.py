@@ -297,11 +297,12 @@ class Door:
                     self._refused.warning("a front that asks is refused: %s", different)
                 while different is None:
                     message = wire.decode_to_engine(await read_message(reader))
-                    if not isinstance(message, wire.Ask):
-                        if message.number in tasks:
-                            tasks[message.number].cancel()
-                        continue
-                    tasks[message.number] = asyncio.create_task(self._reply(message, writer, tasks))
+                    if isinstance(message, wire.Ask):
+                        task = tasks[message.number] = asyncio.create_task(self._reply(message, writer))
+                        # A task that is cancelled before it begins runs none of its code.
+                        task.add_done_callback(lambda _, number=message.number: tasks.pop(number))
+                    elif message.number in tasks:
+                        tasks[message.number].cancel()
         finally:
             # The peer is gone: nobody waits for answers.
             for task in list(tasks.values()):
@@ -311,20 +312,13 @@ class Door:
             if not self._connections:
                 self._left.set()
 
-    async def _reply(
-        self, ask: wire.Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
-    ) -> None:
+    async def _reply(self, ask: wire.Ask, writer: asyncio.StreamWriter) -> None:
         async def send(answer: wire.Answer) -> None:
             _write(writer, wire.encode(wire.Reply(ask.number, answer, self._queued_tokens())))
-            await writer.drain()
+            with suppress(OSError):  # the peer is gone, and all of its questions end
+                await writer.drain()
 
         try:
-            with suppress(OSError):
-                try:
-                    await send(await self._answer(ask.question, send))
-                except OSError:
-                    raise
-                except Exception as error:
-                    await send(wire.as_failed(error))
-        finally:
-            del tasks[ask.number]
+            await send(await self._answer(ask.question, send))
+        except Exception as error:
+            await send(wire.as_failed(error))

@@ -436,6 +436,13 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
             await front.score("q", DOCUMENTS)
         assert [engine.asked for engine in engines] == [[], [], []]
 
+    async def lack_a_disk(engine: StandIn, question: wire.Score) -> None:
+        raise OSError("no space left on the device")
+
+    async with fleet(tmp_path, 1, lack_a_disk) as (front, _):
+        with pytest.raises(errors.RequestFailedError, match="inside of the engine"):
+            await asyncio.wait_for(front.score("q", ["a"]), 20)
+
 
 async def test_a_stream_gives_what_comes_and_then_the_rest_but_for_what_is_late(tmp_path: Path) -> None:
     async def hang(engine: StandIn, question: Any) -> None:
