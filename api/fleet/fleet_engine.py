@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, TypeVar, Unpack, cast
 
@@ -14,7 +13,7 @@ from maxsimd.api.answer import ApiError
 from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet.link import Address, Door, Link, LostError, Send
-from maxsimd.api.fleet.roster import Connected, Listed, ReplacedError, Roster, Served
+from maxsimd.api.fleet.roster import Listed, ReplacedError, Roster, Served
 from maxsimd.api.fleet.spread import EmbedJob, Job, RankJob, ScoreJob, Spreader, WholeJob, run_of, size_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
@@ -97,8 +96,6 @@ class FleetStream(DocumentStream):
 T = TypeVar("T")
 # Threads for large bodies and answers.
 _THREADS = 2
-# Seconds for answers to a question to all engines; late ones are left out.
-_ENGINE_SECONDS = 5.0
 
 
 class FleetEngine:
@@ -221,18 +218,10 @@ class FleetEngine:
             message = f"the cache is not cleared yet by {late}; ask again"
             raise ApiError(503, message, retry_after=5)
 
-    async def ask_all(self, question: wire.Question) -> list[tuple[int, wire.Answer]]:
-        """Answers by slot; engines that die or hang are left out."""
-
-        async def ask(each: Connected) -> list[tuple[int, wire.Answer]]:
-            with suppress(LostError, TimeoutError):
-                reply = await asyncio.wait_for(each.link.ask(question), _ENGINE_SECONDS)
-                if isinstance(reply.answer, wire.Failed):
-                    raise wire.as_error(reply.answer)
-                return [(each.member.slot, reply.answer)]
-            return []
-
-        return [*chain(*await asyncio.gather(*map(ask, self._roster.all_connected())))]
+    @property
+    def links(self) -> dict[int, Link]:
+        """Connections to engines by slot."""
+        return self._roster.links
 
     async def conversation(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
@@ -372,8 +361,8 @@ async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], time
                 left = max(0.001, begun + timeout - loop.time())
 
 
-# Seconds for another front's answer; a late one is left out.
-_FRONT_SECONDS = 2.0
+# Seconds for the metrics of another front and of an engine; late ones are left out.
+_FRONT_SECONDS, _ENGINE_SECONDS = 2.0, 5.0
 
 
 class FrontView:
@@ -399,33 +388,40 @@ class FrontView:
 
     async def metrics(self) -> bytes:
         """The page of all fronts and engines."""
-        others = self._others()
-        asked = asyncio.gather(*map(self._metrics_of, others.values()))
-        engines = await self._engine.ask_all(wire.ShowMetrics())
-        own = wire.Metrics.of(self._engine.metrics.registry)
-        fronts = {self._slot(): own, **dict(zip(others, await asked, strict=True))}
+        asked = {
+            ("front", slot): _metrics_in_time(_ask_front(address), _FRONT_SECONDS)
+            for slot, address in self._others().items()
+        }
+        for slot, link in self._engine.links.items():
+            asked["replica", slot] = _metrics_in_time(link.ask(wire.ShowMetrics()), _ENGINE_SECONDS)
+        found = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        found["front", self._slot()] = wire.Metrics.of(self._engine.metrics.registry)
         parts = [
-            ({label: str(slot)}, answer.collect())
-            for label, answers in (("front", fronts), ("replica", dict(engines)))
-            for slot, answer in sorted(answers.items())
-            if isinstance(answer, wire.Metrics)
+            ({process: str(slot)}, metrics.collect())
+            for (process, slot), metrics in sorted(found.items())
+            if metrics is not None
         ]
         registry = CollectorRegistry()
         registry.register(MergedMetrics(lambda: parts))
         return await asyncio.to_thread(generate_latest, registry)
 
-    async def _metrics_of(self, address: Address) -> wire.Answer | None:
-        """Another front's metrics; None if it does not answer."""
-        with suppress(LostError, TimeoutError):
-            async with asyncio.timeout(_FRONT_SECONDS):
-                link = await Link.open(address)
-                try:
-                    return (await link.ask(wire.ShowMetrics())).answer
-                finally:
-                    await link.close()
-        return None
-
     async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
         if isinstance(question, wire.ShowMetrics):
             return wire.Metrics.of(self._engine.metrics.registry)
         return wire.Failed(kind="invalid", message="a front is asked for its metrics and nothing else")
+
+
+async def _metrics_in_time(asked: Awaitable[wire.Reply], seconds: float) -> wire.Metrics | None:
+    """The metrics of another process; None if it is late or gone."""
+    with suppress(LostError, TimeoutError):
+        answer = (await asyncio.wait_for(asked, seconds)).answer
+        return answer if isinstance(answer, wire.Metrics) else None
+    return None
+
+
+async def _ask_front(address: Address) -> wire.Reply:
+    link = await Link.open(address)
+    try:
+        return await link.ask(wire.ShowMetrics())
+    finally:
+        await link.close()

@@ -151,9 +151,10 @@ class Roster:
                 return connected
         raise NotSentError("the engine is gone")
 
-    def all_connected(self) -> list[Connected]:
-        """Engines of any fingerprint."""
-        return sorted(self._connected.values(), key=lambda connected: connected.member.slot)
+    @property
+    def links(self) -> dict[int, Link]:
+        """Connections to engines of any fingerprint, by slot."""
+        return {connected.member.slot: connected.link for connected in self._connected.values()}
 
     async def until_changed(self) -> None:
         await self._changed.wait()
