@@ -33,6 +33,13 @@ settings.register_profile("default", deadline=None, print_blob=True, max_example
 settings.load_profile("default")
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from tests.server.browser import chromium  # late: few tests need it
+
+    yield from chromium()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Recipes of checkpoints are shared by the workers of a run and the servers that they start."""

@@ -17,7 +17,7 @@ from maxsimd.api.options import flag_with_collection
 from maxsimd.engine import Engine, EngineConfig, SyncEngine
 from tests.documentation.test_code_blocks import BESIDE_DOCS, ROOT
 from tests.forked import Program
-from tests.server.browser import VIEWS, chromium, opened
+from tests.server.browser import VIEWS, opened
 from tests.server.conftest import web_server
 
 DOCS = ROOT / "docs"
@@ -41,11 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(folder: Path) -> Iterator[str]:
     with web_server(partial(SimpleHTTPRequestHandler, directory=str(folder))) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from chromium()
 
 
 @pytest.mark.parametrize(
@@ -83,6 +78,9 @@ def test_every_page_has_a_heading_and_the_reference_has_all(folder: Path) -> Non
 def test_what_is_looked_for_is_found(browser: Browser, site: str) -> None:
     with opened(browser, f"{site}/search.html?q=calibration") as watched:
         expect(watched.page.locator("ul.search li").first).to_be_visible()
+        watched.page.goto(f"{site}/models.html")
+        watched.page.get_by_label("Filter this table").first.fill("late jina")
+        expect(watched.page.locator("table").first.locator("tbody tr:visible")).to_have_count(2)
         watched.check(site)
 
 

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.exhaustive import exhaustive
-from tests.server.browser import VIEWS, chromium, opened
+from tests.server.browser import VIEWS, opened
 from tests.server.conftest import Server, StartServer
 
 QUERY = "Wo gibt es Käse 🎉 in 東京?"
@@ -31,11 +31,6 @@ DOCUMENTS = [
 
 
 ONE_OF_THE_VIEWS = pytest.mark.parametrize("view", ["light", *exhaustive(*list(VIEWS)[1:])])
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    yield from chromium()
 
 
 @pytest.fixture
