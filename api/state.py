@@ -232,37 +232,35 @@ _NO_NAME = "default/not-specified"
 Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 
-class HeldBytes:
-    """The bytes that one request holds of a `BodyBudget`."""
-
-    def __init__(self, budget: "BodyBudget") -> None:
-        self._budget = budget
-        self.bytes = 0
-
-    def add(self, count: int) -> None:
-        """Raises ApiError (429) if others hold too much. A request alone may hold as much as a body."""
-        if self._budget.bytes > self.bytes and self._budget.bytes + count > self._budget.most:
-            message = "other requests' bodies take the memory that there is for them; try again shortly"
-            raise ApiError(429, message, retry_after=1)
-        self.bytes += count
-        self._budget.bytes += count
-
-
+@dataclass(slots=True)
 class BodyBudget:
     """The bytes that all requests together hold: at most `most` while there are several requests."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.bytes = 0
+    most: int
+    bytes: int = 0
 
-    @contextmanager
-    def hold(self) -> Iterator[HeldBytes]:
-        """Frees a request's bytes when it is answered."""
-        held = HeldBytes(self)
-        try:
-            yield held
-        finally:
-            self.bytes -= held.bytes
+
+class HeldBytes:
+    """The bytes that one request holds of a `BodyBudget`. As a context manager, it frees them at its end."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._bytes = 0
+
+    def add(self, count: int) -> None:
+        """Raises ApiError (429) if others hold too much. A request alone may hold as much as a body."""
+        if self._budget.bytes > self._bytes and self._budget.bytes + count > self._budget.most:
+            message = "other requests' bodies take the memory that there is for them; try again shortly"
+            raise ApiError(429, message, retry_after=1)
+        self._bytes += count
+        self._budget.bytes += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._budget.bytes -= self._bytes
+        self._bytes = 0
 
 
 @dataclass(slots=True)
@@ -407,11 +405,7 @@ class ServerState:
 
     def for_request(self, notes: RequestNotes, name_in_path: str) -> Self:
         """Returns a state for one request, with its notes. A name in the path wins over the body's."""
-        return self._with(_notes=notes, name_in_path=name_in_path)
-
-    def holding(self, held: HeldBytes) -> Self:
-        """Returns a state for a request that holds these bytes."""
-        return self._with(held=held)
+        return self._with(_notes=notes, name_in_path=name_in_path, held=HeldBytes(self.bodies))
 
     def unread_name(self, name: str | None) -> tuple[UnreadField, ...]:
         """The body's field `model`, if the path names another model."""

@@ -111,8 +111,7 @@ def _with_body(path: str, form: Form[T, R]) -> Work:
         if form.wanted is not Wanted.ANYTHING:  # the model will run
             state.engine.check_rate(state.tenant)
         with ExitStack() as until_answered:
-            held = until_answered.enter_context(state.bodies.hold())
-            state = state.holding(held)
+            held = until_answered.enter_context(state.held)
             whole = await read_body(state, body, held)
             request, found, unread = await parse_body(state, whole, held, form.kind, form.read)
             del whole

@@ -20,7 +20,7 @@ from maxsimd.api.answer import ApiError, error_answer
 from maxsimd.api.handlers import bodies
 from maxsimd.api.handlers.bodies import JsonShape
 from maxsimd.api.handlers.rerank import RerankRequest
-from maxsimd.api.state import BodyBudget
+from maxsimd.api.state import BodyBudget, HeldBytes
 
 NOTHING = JsonShape(0, 0, 0)
 
@@ -113,7 +113,7 @@ def test_memory_is_no_less_than_python_takes() -> None:
 
 def test_bodies_together_hold_at_most_the_budget() -> None:
     budget = BodyBudget(100)
-    with budget.hold() as one, budget.hold() as two:
+    with HeldBytes(budget) as one, HeldBytes(budget) as two:
         one.add(60)
         two.add(40)
         with pytest.raises(ApiError) as refused:
@@ -122,12 +122,12 @@ def test_bodies_together_hold_at_most_the_budget() -> None:
         assert refused.value.headers == {"Retry-After": "1"}
         assert budget.bytes == 100
     assert budget.bytes == 0
-    with budget.hold() as one, budget.hold() as two:
+    with HeldBytes(budget) as one, HeldBytes(budget) as two:
         one.add(101)
         one.add(1)  # alone it may be larger
         with pytest.raises(ApiError):
             two.add(1)
-    with pytest.raises(KeyError), budget.hold() as one:  # noqa: PT012 (both are needed)
+    with pytest.raises(KeyError), HeldBytes(budget) as one:  # noqa: PT012 (both are needed)
         one.add(60)
         raise KeyError
     assert budget.bytes == 0, "what a failed request held is free again"

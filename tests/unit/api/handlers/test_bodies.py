@@ -173,7 +173,7 @@ async def test_too_much_in_a_body_is_a_413(
 async def test_bodies_beyond_their_memory_are_a_429(engine: RecordingEngine) -> None:
     caller = Caller(engine, max_bodies_mb=1, accept_token_ids=True)
     ids = {"input": [101] * 20_000, "truncate_prompt_tokens": -1}
-    with caller.state.bodies.hold() as other:
+    with caller.state.held as other:
         other.add(512 * 1024)
         answer = await caller.post("/v1/embeddings", ids)
         assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
