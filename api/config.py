@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -96,16 +97,17 @@ class ServerConfig:
         return self.fronts > 1 or self.replicas > 1
 
     def __post_init__(self) -> None:
-        for names, is_right, rule in (
-            (("fronts", "replicas"), lambda value: 1 <= value <= 64, "from 1 to 64"),
-            (("port",), lambda value: 0 <= value <= 65_535, "from 0 to 65535"),
-            (("min_bytes_per_second",), lambda value: value >= 0, "at least 0"),
-            (_COUNTS, lambda value: value is None or value >= 1, "at least 1"),
-            (_TIMEOUTS, lambda value: 0 < value < math.inf, "a number above 0"),
-            (("drain_seconds", "grace_seconds"), lambda value: 0 <= value < math.inf, "a number from 0 on"),
+        for names, least, most, rule in (
+            (("fronts", "replicas"), 1, 64, "from 1 to 64"),
+            (("port",), 0, 65_535, "from 0 to 65535"),
+            (("min_bytes_per_second",), 0, math.inf, "at least 0"),
+            (_COUNTS, 1, math.inf, "at least 1"),
+            (_TIMEOUTS, math.ulp(0.0), sys.float_info.max, "a number above 0"),
+            (("drain_seconds", "grace_seconds"), 0, sys.float_info.max, "a number from 0 on"),
         ):
             for name in names:
-                if not is_right(value := getattr(self, name)):
+                value = getattr(self, name)
+                if value is not None and not least <= value <= most:
                     raise ValueError(f"{name} must be {rule}, not {value}")
         if self.models_dir is not None:
             if self.is_fleet:

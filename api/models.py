@@ -50,10 +50,6 @@ class _LoadedModel(NamedTuple):
     facts: ModelFacts
 
 
-class LastModelError(Exception):
-    """The server would have no model without this one."""
-
-
 class SeveralModels(Engines):
     """The models of a server by their names, in order; used on one event loop, in place of an engine."""
 
@@ -241,15 +237,14 @@ class SeveralModels(Engines):
 
     # Loading and dropping.
 
-    def may_load(self, name: str) -> bool:
-        return self._loadable.setup_of(name) is not None
-
     async def add(self, name: str) -> None:
-        """Loads a model, unless it is served. Goes on if its caller leaves. Raises ModelLoadError."""
+        """Loads a model, unless it is served. Goes on if its caller leaves. Raises ModelLoadError, and
+        ApiError for an unknown one."""
         await self._change(name, self._add)
 
     async def remove(self, name: str) -> None:
-        """Drops a model, with a grace for requests. Goes on if its caller leaves. Raises LastModelError."""
+        """Drops a model, with a grace for requests. Goes on if its caller leaves. Raises ApiError for
+        the last one that is served."""
         await self._change(name, self._remove)
 
     async def _change(self, name: str, change: Callable[[str], Coroutine[Any, Any, None]]) -> None:
@@ -272,7 +267,9 @@ class SeveralModels(Engines):
         if name in self.setups and self.engine(name) is not None:
             return
         setup = self._loadable.setup_of(name)
-        assert setup is not None
+        if setup is None:
+            message = f"there is no model {quoted(name)} to load; name one of the configuration, or one in "
+            raise ApiError(404, message + "the folder of --models-dir by its path there", "name")
         if (link := await asyncio.to_thread(self._loadable.link_out, name)) is not None:
             raise ModelLoadError(
                 f"the link {link} leads out of the folder of --models-dir, or nowhere; replace it by a copy"
@@ -285,7 +282,8 @@ class SeveralModels(Engines):
         if self.state(name) == DROPPED:
             return
         if not any(other != name for other in self.served_names):
-            raise LastModelError(name)
+            message = "this is the last model that is served; load another first, or stop the server"
+            raise ApiError(409, message, "name")
         await self.drop(name, self._grace)
         self._choosable.pop(name, None)
         log.info("the model %s is dropped", name)

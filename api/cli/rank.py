@@ -134,15 +134,6 @@ def score(**values: Any) -> None:
     _run(values, None)
 
 
-def _records(values: dict[str, Any]) -> list[Record]:
-    path = Path(values["documents"])
-    if values["documents"] == "-" or not path.is_dir():
-        return read_records(values["documents"], values["input_format"], values["field"])
-    if values["input_format"] or values["field"]:
-        raise click.UsageError("--input-format and --field are for files, not for a folder")
-    return records_of(path)
-
-
 def _run(values: dict[str, Any], top_n: int | None) -> None:
     """Writes the `top_n` best documents, best first; all in their order for None."""
     config = config_from(EngineConfig, values)
@@ -152,7 +143,13 @@ def _run(values: dict[str, Any], top_n: int | None) -> None:
     if resume and not is_plain(Path(out)):
         raise click.UsageError(f"--resume needs a regular file for --out, but {out} is not one")
     click.echo(f"reading {values['documents']}", err=True)
-    records = _records(values)
+    source = Path(values["documents"])
+    if values["documents"] == "-" or not source.is_dir():
+        records = read_records(values["documents"], values["input_format"], values["field"])
+    elif values["input_format"] or values["field"]:
+        raise click.UsageError("--input-format and --field are for files, not for a folder")
+    else:
+        records = records_of(source)
     options = {"normalize": values["normalize"], "truncation": truncation_of(values["long_documents"])}
     path = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
     parts = [repr(config), values["query"], repr(sorted(options.items()))]

@@ -15,7 +15,7 @@ from maxsimd.api.answer import Answer, ApiError, json_page, no_such_model, now, 
 from maxsimd.api.handlers.bodies import LARGE_BODY, NAMES, Body, read_body, wrong_bodies_refused
 from maxsimd.api.handlers.rerank import ScoreScale
 from maxsimd.api.handlers.route import Group, Route, Shown, get
-from maxsimd.api.models import LastModelError, SeveralModels
+from maxsimd.api.models import SeveralModels
 from maxsimd.api.options import in_flags
 from maxsimd.api.reading import unread_fields
 from maxsimd.api.state import ServerState
@@ -240,15 +240,11 @@ ROUTES = (
 async def load(state: ServerState, body: Body) -> Answer:
     """Returns when the model is served."""
     state, models, name = await _changing(state, body)
-    if not models.may_load(name):
-        message = (
-            f"there is no model {quoted(name)} to load; name one of the configuration, or one in the "
-            "folder of --models-dir by its path there"
-        )
-        raise ApiError(404, message, "name")
     state.check_ready()
     try:
         await models.add(name)
+    except ApiError:
+        raise
     except Exception as error:
         reason = in_flags(str(error)) or type(error).__name__
         raise ApiError(422, f"the model {quoted(name)} cannot be loaded: {reason}", "name") from error
@@ -261,18 +257,14 @@ async def drop(state: ServerState, body: Body) -> Answer:
     if name not in models.names:
         raise no_such_model(name, models.served_names)
     state.check_ready()
-    try:
-        await models.remove(name)
-    except LastModelError:
-        message = "this is the last model that is served; load another first, or stop the server"
-        raise ApiError(409, message, "name") from None
+    await models.remove(name)
     return Answer(204).with_field_warnings(state.field_warnings)
 
 
 async def _changing(state: ServerState, body: Body) -> tuple[ServerState, SeveralModels, str]:
     """Reads the body of a request that loads or drops a model. Returns the state with the warnings about its
     fields, all models, and the name."""
-    with state.bodies.hold() as held:
+    with state.held as held:
         given = await read_body(state, body, held)
     if len(given) > LARGE_BODY:
         raise ApiError(413, "the body is too large; send none, because loading and dropping read no fields")

@@ -13,7 +13,7 @@ from maxsimd.api.answer import Answer, ApiError, error_answer
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers import handle
 from maxsimd.api.handlers.bodies import decompressed, encoding_of, refusal, unreadable_body
-from maxsimd.api.http.connections import Connection, as_response, as_stream
+from maxsimd.api.http.connections import SERVER, Connection, as_response
 from maxsimd.api.state import FleetView, ServerState, Serving
 
 STATE = web.AppKey("state", ServerState)
@@ -75,7 +75,7 @@ class _ResponseSink:
         self.response: web.StreamResponse | None = None
 
     async def begin(self, answer: Answer) -> None:
-        self.response = as_stream(answer)
+        self.response = web.StreamResponse(status=answer.status, headers={**answer.headers, "Server": SERVER})
         state = self._request.app[STATE]
         if state.draining or state.closing:
             self.response.force_close()

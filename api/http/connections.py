@@ -135,7 +135,7 @@ class ConnectionTable:
             await self._changed.wait()
 
 
-_SERVER = "maxsimd"
+SERVER = "maxsimd"
 # Limits in bytes. They differ, so that errors tell which was exceeded.
 LONGEST_LINE, LONGEST_HEADER, MOST_HEADERS = 8190, 16_380, 128
 PIECE = 64 * 1024
@@ -143,17 +143,12 @@ _TWICE = re.compile(r"Duplicate '([A-Za-z-]{1,40})' header found\.")
 
 
 def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.Response:
-    headers = {**answer.headers, "Server": _SERVER}
+    headers = {**answer.headers, "Server": SERVER}
     body: Any = answer.body
     if request is not None and request.secure and len(body) > PIECE:
         headers["Content-Length"] = str(len(body))
         body = _in_pieces(body)
     return web.Response(status=answer.status, headers=headers, body=body)
-
-
-def as_stream(answer: Answer) -> web.StreamResponse:
-    """The beginning of a response whose body is still being made."""
-    return web.StreamResponse(status=answer.status, headers={**answer.headers, "Server": _SERVER})
 
 
 async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
@@ -165,7 +160,7 @@ async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 def as_bytes(answer: Answer) -> bytes:
     """An answer for clients without a readable request; the connection is closed after it."""
-    headers = {**answer.headers, "Server": _SERVER, "Content-Length": str(len(answer.body))}
+    headers = {**answer.headers, "Server": SERVER, "Content-Length": str(len(answer.body))}
     lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body

@@ -62,6 +62,3 @@ def _page(name: str, scripts: Sequence[str], style: str = "") -> Page:
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
-
-
-__all__ = ["Page", "docs", "playground"]
