@@ -76,13 +76,13 @@ class EngineAnswers:
                 return wire.Classified(await engine.classify(texts, **_options("classify", question)))
             case wire.Converse():
                 return wire.Conversation(*await engine.conversation(**msgspec.structs.asdict(question)))
-            case wire.ClearCache():
+            case wire.Command.CLEAR_CACHE:
                 await engine.clear_cache()
             case wire.SetTenants():
                 engine.set_tenants(question.tenants)
-            case wire.ShowMetrics():
+            case wire.Command.SHOW_METRICS:
                 return wire.Metrics.of(engine.metrics.registry)
-            case wire.Introduce():
+            case wire.Command.INTRODUCE:
                 return self._introduction
         return wire.Done()
 

@@ -393,7 +393,7 @@ class FrontView:
             for slot, address in self._others().items()
         }
         for slot, link in self._engine.links.items():
-            asked["replica", slot] = _metrics_in_time(link.ask(wire.ShowMetrics()), _ENGINE_SECONDS)
+            asked["replica", slot] = _metrics_in_time(link.ask(wire.Command.SHOW_METRICS), _ENGINE_SECONDS)
         found = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         found["front", self._slot()] = wire.Metrics.of(self._engine.metrics.registry)
         parts = [
@@ -406,7 +406,7 @@ class FrontView:
         return await asyncio.to_thread(generate_latest, registry)
 
     async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
-        if isinstance(question, wire.ShowMetrics):
+        if question is wire.Command.SHOW_METRICS:
             return wire.Metrics.of(self._engine.metrics.registry)
         return wire.Failed(kind="invalid", message="a front is asked for its metrics and nothing else")
 
@@ -422,6 +422,6 @@ async def _metrics_in_time(asked: Awaitable[wire.Reply], seconds: float) -> wire
 async def _ask_front(address: Address) -> wire.Reply:
     link = await Link.open(address)
     try:
-        return await link.ask(wire.ShowMetrics())
+        return await link.ask(wire.Command.SHOW_METRICS)
     finally:
         await link.close()

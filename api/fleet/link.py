@@ -298,9 +298,7 @@ class Door:
                 while different is None:
                     message = wire.decode_to_engine(await read_message(reader))
                     if isinstance(message, wire.Ask):
-                        task = tasks[message.number] = asyncio.create_task(self._reply(message, writer))
-                        # A task that is cancelled before it begins runs none of its code.
-                        task.add_done_callback(lambda _, number=message.number: tasks.pop(number))
+                        self._begin(message, writer, tasks)
                     elif message.number in tasks:
                         tasks[message.number].cancel()
         finally:
@@ -311,6 +309,13 @@ class Door:
             self._connections.discard(this)
             if not self._connections:
                 self._left.set()
+
+    def _begin(
+        self, ask: wire.Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
+    ) -> None:
+        task = tasks[ask.number] = asyncio.create_task(self._reply(ask, writer))
+        # A task that is cancelled before it begins runs none of its code.
+        task.add_done_callback(lambda _: tasks.pop(ask.number))
 
     async def _reply(self, ask: wire.Ask, writer: asyncio.StreamWriter) -> None:
         async def send(answer: wire.Answer) -> None:

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from enum import Enum
 from functools import cache
 from typing import Any, Literal, Self, TypeAlias, cast
 
@@ -160,41 +161,22 @@ class Converse(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     continue_final_message: bool
 
 
-class ClearCache(msgspec.Struct, tag=True, frozen=True):
-    """`Engine.clear_cache`."""
-
-
-class ShowMetrics(msgspec.Struct, tag=True, frozen=True):
-    """Asks for a process's own /metrics."""
-
-
 class SetTenants(msgspec.Struct, tag=True, frozen=True):
     """`Engine.set_tenants`."""
 
     tenants: dict[str, Tenant]
 
 
-class Introduce(msgspec.Struct, tag=True, frozen=True):
-    """Asks what an engine serves."""
+class Command(Enum):
+    """Questions without content."""
+
+    CLEAR_CACHE = "clear the cache"
+    SHOW_METRICS = "show the process's own metrics"
+    INTRODUCE = "introduce yourself"
+    PING = "ping"
 
 
-class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Asks for any answer."""
-
-
-Question: TypeAlias = (
-    Score
-    | EncodeQuery
-    | Rank
-    | Embed
-    | Classify
-    | Converse
-    | ClearCache
-    | ShowMetrics
-    | SetTenants
-    | Introduce
-    | Ping
-)
+Question: TypeAlias = Score | EncodeQuery | Rank | Embed | Classify | Converse | SetTenants | Command
 
 
 class Scored(msgspec.Struct, tag=True, frozen=True):

@@ -209,7 +209,7 @@ class Roster:
         """Clears an engine's cache; returns its error."""
         self._uncleared.add(address)
         try:
-            answer = (await link.ask(wire.ClearCache())).answer
+            answer = (await link.ask(wire.Command.CLEAR_CACHE)).answer
         except LostError as error:
             return error
         if isinstance(answer, wire.Failed):
@@ -275,7 +275,7 @@ class Roster:
 
     async def _use(self, address: Address, link: Link) -> None:
         """Returns when the engine is gone, silent, or unlisted and done."""
-        introduced = (await link.ask(wire.Introduce())).answer
+        introduced = (await link.ask(wire.Command.INTRODUCE)).answer
         if not isinstance(introduced, wire.Introduction):
             raise LostError("the engine does not introduce itself")
         fingerprint = introduced.fingerprint
@@ -328,7 +328,7 @@ class Roster:
             if link.moved.shows_life(before):
                 ticks = 0
             elif ping is None or ping.done():
-                ticks, ping = 0, self._in_background(_tell(link, wire.Ping()))
+                ticks, ping = 0, self._in_background(_tell(link, wire.Command.PING))
             else:
                 ticks += 1
 

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
-from hashlib import blake2b
 from random import getrandbits
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from maxsimd.engine.errors import (
     RequestTimeoutError,
 )
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, PictureFile
+from maxsimd.engine.media import Content
 from maxsimd.engine.requests import (
     EmbedResult,
     Item,
@@ -414,21 +413,14 @@ def slowest(timings: list[Timings]) -> Timings:
 
 def _digest(item: Item | tuple[int, ...]) -> int:
     """By content; embeddings are not cached and go by identity."""
-    if isinstance(item, Vectors):
-        return id(item)
-    if isinstance(item, Content):
-        item = "\0".join(part if isinstance(part, str) else _named(part) for part in item.parts)
-    return fleets.digest_of(item if isinstance(item, str) else repr(item))
-
-
-def _named(picture: AnyPicture) -> str:
-    match picture:
-        case PictureFile():
-            return blake2b(picture.data, digest_size=16).hexdigest()
-        case EncodedPicture():
-            return picture.text
-        case _:
-            return repr(picture)
+    match item:
+        case Vectors():
+            return id(item)
+        case Content():
+            return fleets.digest_of(wire.encode(wire.sent_item(item)))
+        case tuple():
+            item = repr(item)
+    return fleets.digest_of(item.encode("utf-8", "surrogatepass"))
 
 
 def size_of(item: Item | tuple[int, ...]) -> int:

@@ -28,9 +28,9 @@ class Member:
     fingerprint: str
 
 
-def digest_of(text: str) -> int:
-    """The digest of a text alone, 64 bits of BLAKE2b, so that options of a request change no owner."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+def digest_of(document: bytes) -> int:
+    """The digest of a document alone, 64 bits of BLAKE2b, so that options of a request change no owner."""
+    return int.from_bytes(blake2b(document, digest_size=8).digest(), "little")
 
 
 def ranked(digests: Digests, slots: Sequence[int]) -> NDArray[np.intp]:

@@ -77,7 +77,7 @@ class StandIn:
         self.asked: list[wire.Score] = []
         self.encoded: list[wire.EncodeQuery] = []
         self.cancelled = 0
-        self.seen: list[type] = []
+        self.seen: list[type | wire.Command] = []
         self.answers = asyncio.Event()
         self.answers.set()
         self._before, self._kind = before, kind
@@ -93,8 +93,8 @@ class StandIn:
 
     async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
         await self.answers.wait()
-        self.seen.append(type(question))
-        if isinstance(question, wire.Introduce):
+        self.seen.append(question if isinstance(question, wire.Command) else type(question))
+        if question is wire.Command.INTRODUCE:
             facts = replace(_FACTS, score_type=self.score_type)
             config, fingerprint = EngineConfig(), self.fingerprint
             return wire.Introduction(facts=facts, config=config, tokenizer=_PLAIN, fingerprint=fingerprint)
@@ -114,7 +114,8 @@ class StandIn:
         return wire.Done()
 
     async def _prepare(self, question: wire.Question) -> None:
-        if self._before is not None and isinstance(question, self._kind):
+        kinds = self._kind if isinstance(self._kind, tuple) else (self._kind,)
+        if self._before is not None and (question in kinds or type(question) in kinds):
             await self._before(self, question)
 
     async def _score(self, question: wire.Score, send: Send) -> wire.Answer:
@@ -176,11 +177,11 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         for _ in range(2):
             with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
                 await front.clear_cache()
-        assert wire.ClearCache in other.seen
+        assert wire.Command.CLEAR_CACHE in other.seen
         silent.seen.clear()
         silent.answers.set()
         await until(lambda: front.size == (2, 2))
-        assert silent.seen.count(wire.ClearCache) == 1
+        assert silent.seen.count(wire.Command.CLEAR_CACHE) == 1
         await front.clear_cache()
         assert (await front.score("q", DOCUMENTS, cache="bypass")).scores == result.scores
         assert silent.asked
@@ -209,31 +210,31 @@ async def test_an_engine_that_restarts_clears_its_cache_first(tmp_path: Path, is
             await front.clear_cache()
         await restarting.restart()
         await until(lambda: front.size == (2, 2))
-        assert restarting.seen.index(wire.ClearCache) == 1, "before it gets work"
+        assert restarting.seen.index(wire.Command.CLEAR_CACHE) == 1, "before it gets work"
         await front.clear_cache()
         restarting.seen.clear()
         await restarting.restart()
-        await until(lambda: wire.Introduce in restarting.seen)
-        assert wire.ClearCache not in restarting.seen
+        await until(lambda: wire.Command.INTRODUCE in restarting.seen)
+        assert wire.Command.CLEAR_CACHE not in restarting.seen
 
 
 async def test_an_engine_that_connects_learns_what_changes_meanwhile(tmp_path: Path) -> None:
     told, clearing = list[object](), list[asyncio.Task[None]]()
 
     async def change(engine: StandIn, question: Any) -> None:
-        if isinstance(question, wire.ClearCache):
-            await until(lambda: engine.seen.count(wire.ClearCache) > 1)
+        if question is wire.Command.CLEAR_CACHE:
+            await until(lambda: engine.seen.count(wire.Command.CLEAR_CACHE) > 1)
             front.set_tenants({"a": Tenant(weight=2)})
             return
         told.append(question.tenants)
         if not clearing:
             clearing.append(asyncio.create_task(front.clear_cache()))
-            await until(lambda: wire.ClearCache in engine.seen)
+            await until(lambda: wire.Command.CLEAR_CACHE in engine.seen)
 
     async with fleet(tmp_path, 1) as (front, (engine,)):
         await engine.die()
         await until(lambda: not front.is_healthy)
-        engine._before, engine._kind, engine.seen = change, wire.ClearCache | wire.SetTenants, []
+        engine._before, engine._kind, engine.seen = change, (wire.Command.CLEAR_CACHE, wire.SetTenants), []
         await engine.restart()
         await until(lambda: front.is_healthy and bool(told))
         assert told[-1] == {"a": Tenant(weight=2)}
@@ -273,15 +274,15 @@ async def test_an_engine_with_a_locked_cache_gets_no_work(
         elif not unlocked.is_set():
             raise errors.RequestFailedError("the cache is locked")
 
-    async with fleet(tmp_path, 1, clear, wire.ClearCache, timeout=0.3) as (front, (engine,)):
+    async with fleet(tmp_path, 1, clear, wire.Command.CLEAR_CACHE, timeout=0.3) as (front, (engine,)):
         engine.seen.clear()
         for _ in range(2):
             with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
                 await front.clear_cache()
-        assert engine.seen.count(wire.ClearCache) == 1, "it is asked once at a time"
-        engine.seen += [wire.Ping] * 5
+        assert engine.seen.count(wire.Command.CLEAR_CACHE) == 1, "it is asked once at a time"
+        engine.seen += [wire.Command.PING] * 5
         await engine.restart()
-        await until(lambda: engine.seen.count(wire.ClearCache) > 4)
+        await until(lambda: engine.seen.count(wire.Command.CLEAR_CACHE) > 4)
         assert not front.is_healthy
         unlocked.set()
         await until(lambda: front.is_healthy)
@@ -293,7 +294,7 @@ async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> No
         if engine is engines[0]:
             await asyncio.sleep(100)
 
-    async with fleet(tmp_path, 1, wait, wire.ClearCache, timeout=0.3) as (front, engines):
+    async with fleet(tmp_path, 1, wait, wire.Command.CLEAR_CACHE, timeout=0.3) as (front, engines):
         other = replace_first(front, engines)
         with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
             await front.clear_cache()
@@ -449,7 +450,7 @@ async def test_a_stream_gives_what_comes_and_then_the_rest_but_for_what_is_late(
         if isinstance(question, wire.Rank) or (question.run.timeout and engine is engines[1]):
             await asyncio.sleep(100)
 
-    async with fleet(tmp_path, 3, hang, wire.Score | wire.Rank) as (front, engines):
+    async with fleet(tmp_path, 3, hang, (wire.Score, wire.Rank)) as (front, engines):
         for timeout in (None, 0.2):
             async with front.stream("q", DOCUMENTS, timeout=timeout, on_timeout="partial") as stream:
                 given = [one async for new in stream for one in new]
@@ -504,11 +505,11 @@ async def test_who_has_not_the_secret_is_not_let_in() -> None:
     engine = StandIn("")
     address = await engine.door.open_port("127.0.0.1")
     link = await Link.open(address)
-    assert isinstance((await link.ask(wire.Introduce())).answer, wire.Introduction)
+    assert isinstance((await link.ask(wire.Command.INTRODUCE)).answer, wire.Introduction)
     await link.close()
     stranger = await Link.open(replace(address, secret="00" * 32))
     with pytest.raises(LostError):
-        await stranger.ask(wire.Introduce())
+        await stranger.ask(wire.Command.INTRODUCE)
     await stranger.close()
     await engine.door.close()
 
@@ -539,7 +540,7 @@ async def test_a_replica_of_another_version_is_not_used(
 
 @pytest.mark.parametrize(
     ("first", "named"),
-    [(wire.greeting("9.9.9"), "9.9.9"), (wire.encode(wire.Ask(1, wire.Introduce())), "an older version")],
+    [(wire.greeting("9.9.9"), "9.9.9"), (wire.encode(wire.Ask(1, wire.Command.PING)), "an older version")],
 )
 async def test_a_front_of_another_version_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: bytes, named: str
