@@ -307,7 +307,8 @@ class GuardedDatabase:
         self._opening = threading.Lock()
         self._closed = False
         self._must_clear = False
-        self._warnings = Warnings(folder)
+        # When each message was logged, by topic and text.
+        self._said: dict[tuple[str, str], float] = {}
         # The ends of the pauses after failures.
         self._paused_until = {_READ: 0.0, _WRITTEN_TO: 0.0}
 
@@ -326,9 +327,9 @@ class GuardedDatabase:
         self._attempt(_WRITTEN_TO, lambda connection: None)
 
     def close(self) -> None:
-        """Ends all use of the database."""
+        """Ends all use of the database, which then appears empty."""
         if self._must_clear and not self._closed:
-            self.clear()
+            GuardedDatabase.clear(self)
         self._closed = True
         if self._database is not None:
             self._database.close()
@@ -349,7 +350,7 @@ class GuardedDatabase:
             self._pause(PAUSE_SECONDS, access)
             self._handle(error, access, database)
             return None
-        self._warnings.forget(access)
+        self._forget(access)
         return result
 
     def _clear(self, connection: sqlite3.Connection) -> None:
@@ -378,7 +379,7 @@ class GuardedDatabase:
                 return database  # another thread was quicker
             self._let_go(database)
             self._pause(PAUSE_SECONDS, _READ, _WRITTEN_TO)
-            _log(self._folder, "was removed or replaced, and is opened anew")
+            self._log("was removed or replaced, and is opened anew")
             return None
         finally:
             self._opening.release()
@@ -391,23 +392,23 @@ class GuardedDatabase:
             if not is_damage(error) or not self._set_aside(error, seen):
                 raise
             self._database = Database(self._folder)
-        self._warnings.forget(_UNUSABLE)
+        self._forget(_UNUSABLE)
         return self._database
 
     def _handle(self, error: Exception, access: str, database: Database | None) -> None:
         """Logs a failure, and closes a database that is damaged or has lost its tables."""
         if _has_code(error, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            self._warnings.say("was locked for too long, so documents are encoded instead")
+            self._say("was locked for too long, so documents are encoded instead")
         elif database is None:
             self._pause(PAUSE_SECONDS, _READ, _WRITTEN_TO)
             advice = f"cannot be used, so embeddings are cached in memory only: {_advice(error)}"
-            self._warnings.say(advice, _UNUSABLE)
+            self._say(advice, _UNUSABLE)
         elif is_damage(error):
             self._begin_anew(error, access, database)
         else:
             if _is_other_layout(error):
                 self._let_go(database)
-            self._warnings.say(f"cannot be {access}: {_reason(error)}", access)
+            self._say(f"cannot be {access}: {_reason(error)}", access)
 
     def _begin_anew(self, error: Exception, access: str, database: Database) -> None:
         """Sets a damaged database aside, unless another thread or process has done so."""
@@ -418,7 +419,7 @@ class GuardedDatabase:
                 self._let_go(database)
                 self._set_aside(error, database.identity)
         except Exception as failure:
-            self._warnings.say(f"is damaged ({_reason(error)}) and stays unused: {_advice(failure)}", access)
+            self._say(f"is damaged ({_reason(error)}) and stays unused: {_advice(failure)}", access)
         finally:
             self._opening.release()
 
@@ -430,7 +431,7 @@ class GuardedDatabase:
         with suppress(DamagedError):
             _examine(path)  # someone may have written something else over it
         os.replace(path, Path(path).with_name(DAMAGED_FILE))
-        _log(self._folder, f"was damaged ({_reason(error)}); it is begun anew beside {DAMAGED_FILE}")
+        self._log(f"was damaged ({_reason(error)}); it is begun anew beside {DAMAGED_FILE}")
         return True
 
     def _pause(self, seconds: float, *accesses: str) -> None:
@@ -441,29 +442,21 @@ class GuardedDatabase:
         if self._database is database:
             self._database = None
 
-
-class Warnings:
-    """Logs messages about a folder, each at most once a minute."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._said: dict[tuple[str, str], float] = {}
-
-    def say(self, what: str, topic: str = "") -> None:
+    def _say(self, what: str, topic: str = "") -> None:
+        """Logs a message about the folder, at most once a minute."""
         now = time.monotonic()
         if now - self._said.get((topic, what), -SECONDS_BETWEEN_WARNINGS) >= SECONDS_BETWEEN_WARNINGS:
             self._said[topic, what] = now
-            _log(self._folder, what)
+            self._log(what)
 
-    def forget(self, topic: str) -> None:
+    def _forget(self, topic: str) -> None:
         """Makes the next message on a topic appear at once, because the last problem is over."""
         for said in [*self._said]:
             if said[0] == topic:
                 self._said.pop(said, None)
 
-
-def _log(folder: Path, what: str) -> None:
-    log.warning("the embedding cache in %s %s", _printable(folder), what)
+    def _log(self, what: str) -> None:
+        log.warning("the embedding cache in %s %s", _printable(self._folder), what)
 
 
 def _advice(error: Exception) -> str:
@@ -493,23 +486,21 @@ class Usage:
     file_bytes: int
 
 
-class DiskStore:
+class DiskStore(GuardedDatabase):
     """Embeddings in at most `limit` bytes of a folder, which processes may share; the oldest are evicted
     first. Thread-safe; raises nothing.
 
     What cannot be read counts as missing, and what cannot be written is left out."""
 
     def __init__(self, folder: Path, limit: int) -> None:
+        super().__init__(folder)
         self.limit = limit
-        self._folder = folder
-        self._database = GuardedDatabase(folder)
-        self._warnings = Warnings(folder)
         self._usage = Usage(0, 0, 0)
         self._counted_at = 0.0
         self.evictions = 0
         if os.path.exists(os.path.join(folder, "data.mdb")):
-            self._warnings.say("holds data.mdb and lock.mdb of an earlier version, which may be removed")
-        self._database.read(self._count)
+            self._say("holds data.mdb and lock.mdb of an earlier version, which may be removed")
+        self.read(self._count)
 
     @property
     def nbytes(self) -> int:
@@ -520,12 +511,12 @@ class DiskStore:
         return self._usage.entries
 
     def get(self, key: bytes) -> CachedEmbedding | None:
-        found = self._database.read(partial(self._find, key=key))
+        found = self.read(partial(self._find, key=key))
         if not found:
             return None
         entry = found[0]
         if entry is None:
-            self._warnings.say("holds entries that are damaged, which are left out")
+            self._say("holds entries that are damaged, which are left out")
             self.drop(key)
         return entry
 
@@ -533,7 +524,7 @@ class DiskStore:
         """Yields entries, the newest first; None for a damaged one. Ends early if reading fails."""
         sequence = _END
         # One by one, because nobody can write during a read.
-        while found := self._database.read(partial(_read_before, sequence=sequence)):
+        while found := self.read(partial(_read_before, sequence=sequence)):
             sequence, key, entry = found
             yield key, entry
 
@@ -543,22 +534,18 @@ class DiskStore:
         fitting = [each for each in entries if _most_bytes(each[1].nbytes) <= largest]
         sizes = (_most_bytes(entry.nbytes) for _, entry in fitting)
         for portion in runs(sizes, min(PORTION, self.limit // 4)):
-            self._database.write(partial(self._write, entries=fitting[portion]))
+            self.write(partial(self._write, entries=fitting[portion]))
 
     def drop(self, key: bytes) -> None:
-        self._database.write(partial(self._drop, key=key))
+        self.write(partial(self._drop, key=key))
 
     def clear(self) -> None:
         """Forgets all entries, damaged databases too. If that fails, nothing is found until it succeeds."""
         self._usage = Usage(0, 0, 0)
-        self._database.clear()
-        self._database.read(self._count)
+        super().clear()
+        self.read(self._count)
         with suppress(OSError, ValueError):
             (self._folder / DAMAGED_FILE).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Makes the store appear empty."""
-        self._database.close()
 
     def _find(self, connection: sqlite3.Connection, key: bytes) -> list[CachedEmbedding | None]:
         """Returns [] if there is no entry, [None] if it is damaged."""

@@ -209,7 +209,7 @@ def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, w
 
 def test_a_second_engine_leaves_the_locks_of_the_first(disk: DiskStore, folder: Path) -> None:
     disk.put([(key(1), entry(1))])
-    database: Any = disk._database._database
+    database: Any = disk._database
     code = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"
     opening = threading.Thread(target=lambda: DiskStore(folder, 4 * MIB).close())
     with database.connection() as connection:
