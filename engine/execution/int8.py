@@ -65,17 +65,16 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return shifted.to(torch.uint8), torch.where(sizes.isfinite(), scales, torch.nan)
 
 
-class TorchProduct:
-    """Rounding, scaling and norm in plain torch around a product of integers."""
+class PlainProduct:
+    """The definition: a product of the integers in float32, which runs everywhere."""
 
     def __init__(self, weights: RoundedWeights) -> None:
-        self._bias = (
-            torch.zeros(len(weights.scales), dtype=torch.float32) if weights.bias is None else weights.bias
-        )
+        self._weight, self._scales = weights.weight, weights.scales
+        self._bias = torch.zeros_like(weights.scales) if weights.bias is None else weights.bias
 
     def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
         """The products of bytes [n, inputs] with the columns, times the columns' scales: float32."""
-        raise NotImplementedError
+        return ((rows.float() - ZERO) @ self._weight.float().T).mul_(self._scales)
 
     def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
         shifted, scales = round_rows(rows)
@@ -88,32 +87,19 @@ class TorchProduct:
         return torch.nn.functional.layer_norm(total, total.shape[1:], norm.weight, norm.bias, norm.epsilon)
 
 
-class PlainProduct(TorchProduct):
-    """The definition: a product of the integers in float32, which runs everywhere."""
-
-    def __init__(self, weights: RoundedWeights) -> None:
-        super().__init__(weights)
-        self._weights = weights
-
-    def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        return ((rows.float() - ZERO) @ self._weights.weight.float().T).mul_(self._weights.scales)
-
-
 # Rows of one call, so that their results stay in the cache and oneDNN generates code for few sizes.
 _ROWS_OF_A_CALL = 256
 
 
-class OneDnnProduct(TorchProduct):
-    """By oneDNN through torch: VNNI, AMX, AVX-VNNI, ARM's dot products. Raises if torch was built without
-    it."""
+class OneDnnProduct(PlainProduct):
+    """The integers' product by oneDNN through torch: VNNI, AMX, AVX-VNNI, ARM's dot products. Raises if torch
+    was built without it."""
 
     def __init__(self, weights: RoundedWeights) -> None:
         super().__init__(weights)
-        columns, inputs = weights.weight.shape
-        self._columns = columns
-        self._scales = weights.scales
-        self._zeros = torch.zeros(columns, dtype=torch.int32)
-        self._packed = torch.ops.onednn.qlinear_prepack(weights.weight, [_ROWS_OF_A_CALL, inputs])
+        self._columns, inputs = weights.weight.shape
+        self._zeros = torch.zeros(self._columns, dtype=torch.int32)
+        self._weight = torch.ops.onednn.qlinear_prepack(weights.weight, [_ROWS_OF_A_CALL, inputs])
 
     def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
         if len(rows) <= _ROWS_OF_A_CALL:
@@ -125,7 +111,7 @@ class OneDnnProduct(TorchProduct):
 
     def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            rows, 1.0, ZERO, self._packed, self._scales, self._zeros, None,
+            rows, 1.0, ZERO, self._weight, self._scales, self._zeros, None,
             1.0, 0, torch.float32, "none", [], "none",
         )  # fmt: skip
         return out

@@ -87,18 +87,14 @@ def test_the_largest_sums_of_every_sign_fit(path: int8.Path, inputs: int) -> Non
     torch.testing.assert_close(found, plain, atol=0.0, rtol=1e-6)
 
 
-class Saturating(int8.TorchProduct):
+class Saturating(int8.PlainProduct):
     """Adds two products at a time in 16 bits, as processors without VNNI do."""
 
-    def __init__(self, weights: int8.RoundedWeights) -> None:
-        super().__init__(weights)
-        self._weights = weights
-
     def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        weight = self._weights.weight.int()
+        weight = self._weight.int()
         products = rows.int()[:, None, :] * weight
         pairs = products.unfold(2, 2, 2).sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
-        return (pairs - int8.ZERO * weight.sum(1)).float() * self._weights.scales
+        return (pairs - int8.ZERO * weight.sum(1)).float() * self._scales
 
 
 def test_the_finest_path_that_is_right_is_taken() -> None:
