@@ -69,7 +69,7 @@ class Ragged:
         """One item by itself, with its scales."""
         return self._run(index, index + 1)
 
-    def take(self, indices: Sequence[int]) -> "Ragged":
+    def take(self, indices: NDArray[np.int64] | Sequence[int]) -> "Ragged":
         """These items, in this order. Consecutive items are not copied."""
         wanted = np.asarray(indices, dtype=np.int64)
         cuts = np.flatnonzero(np.diff(wanted) != 1) + 1

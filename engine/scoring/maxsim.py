@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.cpu.maxsim import is_supported, maxsim, maxsim_apart
@@ -57,7 +58,7 @@ def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Te
     for query in np.unique(of_query[there]).tolist():
         indices = there[of_query[there] == query]
         wanted = of_document[indices]
-        tokens = _tokens_of(wanted, documents, lengths)
+        tokens = documents.take(wanted).values
         best = _best_matches(queries[query].to(tokens.dtype), tokens, lengths[wanted])
         scores[to_device(indices, scores.device)] = best.sum(dim=1)
     return scores
@@ -152,13 +153,6 @@ def _tiles(offsets: Indices, block_offsets: Indices, rows: int) -> Iterator[tupl
         document = end
 
 
-def _tokens_of(wanted: Indices, documents: Ragged, lengths: Indices) -> torch.Tensor:
-    first, last = int(wanted[0]), int(wanted[-1])
-    if np.array_equal(wanted, np.arange(first, last + 1)):
-        return documents.values[int(documents.offsets[first]) : int(documents.offsets[last + 1])]
-    return Spans(documents.values, documents.offsets[wanted], documents.offsets[wanted + 1]).gathered().values
-
-
 # The rows [tokens, dim] of one document, and float32 scales [tokens] if they are int8.
 Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -221,7 +215,8 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
     """Returns the backend for a name (auto, reference, tiled, avx512, triton), with its own name.
 
     `auto` is Triton on a CUDA device that has it. On a CPU it is the compiled kernel (`avx512`), if allowed,
-    on processors with AVX-512, VNNI and BF16, else `tiled`. Raises ValueError if the device cannot run it."""
+    on processors with AVX-512, VNNI and BF16, else `tiled`. Raises ModelLoadError if the device cannot run
+    it."""
     if name == "reference":
         return "reference", maxsim_reference
     # The kernel was built, and this machine has AVX-512 with VNNI and BF16.
@@ -239,7 +234,7 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
         if is_missing:
             log.warning("plain torch runs in place of kernels for this GPU, because %s", triton_ops.MISSING)
         return "tiled", maxsim_tiled
-    raise ValueError(
+    raise ModelLoadError(
         f"the MaxSim backend {name!r} cannot run on this {device.type}; "
         + (triton_ops.MISSING if is_missing else 'use maxsim="auto", "tiled" or "reference"')
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -118,12 +118,8 @@ class Releases:
     documents: frozenset[int] = frozenset()
 
 
-class Arrival(Protocol):
-    """A moment in the device's work (a CUDA event)."""
-
-    def synchronize(self) -> None:
-        """Blocks the thread until the device has come to it."""
-        ...
+# A moment in the device's work, which a thread can wait for.
+Arrival: TypeAlias = torch.cuda.Event
 
 
 def record_arrival(device: torch.device) -> Arrival | None:

@@ -159,7 +159,7 @@ def test_a_name_means_the_best_backend_that_runs_there(monkeypatch: pytest.Monke
             assert (found, backend.__name__) == (chosen, f"maxsim_{chosen}")
             continue
         message = f"^the MaxSim backend '{name}' cannot run on this {device.type}; use maxsim=\"auto\","
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ModelLoadError, match=message):
             maxsim.choose_maxsim(name, device, allowed)
 
 
@@ -169,7 +169,7 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     host = maxsim.choose_maxsim("auto", CPU, compiled_allowed=False)
     assert host[0] == maxsim.choose_maxsim("auto", GPU)[0] == "tiled"
     assert caplog.messages == [f"plain torch runs in place of kernels for this GPU, because {advice}"]
-    with pytest.raises(ValueError, match=re.escape(f"'triton' cannot run on this cuda; {advice}")):
+    with pytest.raises(ModelLoadError, match=re.escape(f"'triton' cannot run on this cuda; {advice}")):
         maxsim.choose_maxsim("triton", GPU)
     with pytest.raises(ModelLoadError, match=re.escape(f"cannot run on this cuda in float32; {advice}")):
         choose_attention("triton", None, GPU, torch.float32, False)  # type: ignore[arg-type]
