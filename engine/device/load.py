@@ -24,7 +24,7 @@ from maxsimd.engine.device.host import give_back_memory, settle_allocators, usab
 from maxsimd.engine.device.stores import open_cache, open_calibration, open_slab
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.attention.backend import AttentionBackend, CaptureSize, GroupedBackend
+from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
@@ -237,7 +237,7 @@ def load_device_model(
     which keeps others from computing meanwhile. Raises ModelLoadError."""
     device = choose_device(config.device)
     prepare_thread(device, config.threads)
-    maxsim = _choose_maxsim(config, device)  # fails before the model is read
+    maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")  # before the model is read
     content = texts_content(config)
     with while_reading or nullcontext():
         next_stage()
@@ -288,13 +288,6 @@ def _made_ready(loaded: DeviceModel, config: EngineConfig) -> DeviceModel:
     return replace(
         loaded, model=replace(model, tasks=tasks), pooler=pooler, maxsim_name=maxsim_name, maxsim=maxsim
     )
-
-
-def _choose_maxsim(config: EngineConfig, device: torch.device) -> tuple[str, MaxSim]:
-    try:
-        return choose_maxsim(config.maxsim, device, config.kernels == "auto")
-    except ValueError as error:
-        raise ModelLoadError(str(error)) from error
 
 
 def _pooler(
@@ -350,7 +343,7 @@ def prepare(
     with LOADING:
         try:
             tokenizer = tokenizer or TextTokenizer(model.tokenizer, model.token_rows)
-            maxsim = maxsim or _choose_maxsim(config, device)
+            maxsim = maxsim or choose_maxsim(config.maxsim, device, config.kernels == "auto")
             return _prepare(model, config, device, probes, tokenizer, *maxsim)
         except ModelLoadError:
             raise
@@ -393,7 +386,14 @@ def _prepare(
         if runs_plain_torch(device):
             with _samples(load_model(config, torch.device("cpu")), probes) as (on_cpu, _):
                 refuse_unlike_cpu(model.name, device, samples, on_cpu)
-        in_proof = _in_float32(backend)
+        # Plain torch in place of a backend without float32, to prove layout, positions and masks.
+        in_proof = backend
+        if not backend.supports_float32:
+            in_proof = GroupedBackend(
+                backend.arrangement,
+                supports_first_rows=backend.supports_first_rows,
+                supports_causal_ends=backend.supports_causal_ends,
+            )
         execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
         # Our Triton kernels for whole layers do not multiply int8 weights.
         may_fuse = config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
@@ -437,8 +437,12 @@ def _prepare(
             )
     budget = step_tokens(config, model, device, dtype, runner.chunked)
     if isinstance(runner, PackedRunner):
+        sequences = [sample.sequence for sample in samples]
         most = CaptureSize(budget, config.max_batch_sequences, model.max_tokens)
-        runner = _sped_up(runner, model, config, device, [sample.sequence for sample in samples], most)
+        if device.type == "cpu":
+            runner = with_one_call(runner, model.backbone, sequences)
+        elif config.cuda_graphs == "auto":
+            runner = with_graphs(runner, runner.backend, device, sequences, most)
     tasks = tasks_for(execution, model)
     return DeviceModel(
         model=model,
@@ -478,21 +482,6 @@ def _one_by_one(
     return runner, (Finding("one by one", found),)
 
 
-def _sped_up(
-    runner: PackedRunner,
-    model: LoadedModel,
-    config: EngineConfig,
-    device: torch.device,
-    sequences: Sequence[TokenSequence],
-    most: CaptureSize,
-) -> ModelRunner:
-    """The runner with what makes steps of up to the size `most` faster on its device."""
-    if device.type == "cpu":
-        return with_one_call(runner, model.backbone, sequences)
-    is_allowed = config.cuda_graphs == "auto"
-    return with_graphs(runner, runner.backend, device, sequences, most) if is_allowed else runner
-
-
 @contextmanager
 def _samples(
     model: LoadedModel, probes: Sequence[TokenSequence] = ()
@@ -505,9 +494,9 @@ def _samples(
             context.enter_context(in_float32(module))
         try:
             samples = make_samples(model, probes)
-        except ModelLoadError:
-            samples = ()
-        if samples:
+        except ModelLoadError as error:
+            log.debug("the self-check runs all layers, because a few of them do not run alone: %s", error)
+        else:
             yield samples, _some_layers
             return
     _widen(model)
@@ -526,14 +515,3 @@ def _some_layers(model: LoadedModel) -> Iterator[ExitStack]:
 def _widen(model: LoadedModel) -> None:
     for module in model.encoders:
         module.float()
-
-
-def _in_float32(backend: AttentionBackend) -> AttentionBackend:
-    """The backend itself, or plain torch if it lacks float32, to prove layout, positions and masks."""
-    if backend.supports_float32:
-        return backend
-    return GroupedBackend(
-        backend.arrangement,
-        supports_first_rows=backend.supports_first_rows,
-        supports_causal_ends=backend.supports_causal_ends,
-    )

@@ -113,10 +113,12 @@ def open_slab(
     step_bytes = step_tokens * bytes_a_token(model.backbone.config, dtype)
     dtype = torch.int8 if takes_int8 and cache.precision == "int8" else dtype
     dim = model.tasks[model.score_task].dim
-    limit = default_limit(free_bytes(device) or 0, step_bytes, cache.limit)
+    # A share of what a step leaves, but no more than the host caches.
+    limit = min(cache.limit, int(_SLAB_SHARE * max(0, (free_bytes(device) or 0) - step_bytes)))
     if config.device_cache_mb is not None:
         limit = config.device_cache_mb * MIB
-    rows = rows_within(limit, dim, dtype)
+    scale = torch.float32.itemsize if dtype is torch.int8 else 0
+    rows = limit // (dim * dtype.itemsize + scale)
     if rows < _FEWEST_ROWS:
         return None
     try:
@@ -127,17 +129,6 @@ def open_slab(
         ) from error
     log.debug("cached embeddings may take %d MiB of the GPU's memory (device_cache_mb)", slab.nbytes // MIB)
     return slab
-
-
-def default_limit(free: int, step: int, cached: int) -> int:
-    """A slab's default size, of `free` bytes: a share of what a step leaves, at most the `cached` bytes."""
-    return min(cached, int(_SLAB_SHARE * max(0, free - step)))
-
-
-def rows_within(limit: int, dim: int, dtype: torch.dtype) -> int:
-    """The rows that fit `limit` bytes, int8 rows with their scales."""
-    scale = torch.float32.itemsize if dtype is torch.int8 else 0
-    return limit // (dim * dtype.itemsize + scale)
 
 
 def model_digest(model: LoadedModel, config: EngineConfig) -> str:

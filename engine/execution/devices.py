@@ -212,14 +212,11 @@ _SHARE = 0.5
 def step_tokens(
     config: EngineConfig, model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool
 ) -> int:
-    """Tokens of a step: as configured, else by the memory that is free once the weights are loaded. Called
-    before graphs are captured and a slab is opened, which depend on it."""
-    return config.max_batch_tokens or default_budget(model, device, dtype, chunked)
-
-
-def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool) -> int:
-    """Tokens of a step that keep the device busy and fit its free memory; as on a CPU if that is unknown.
-    Without chunks a step must hold the longest sequence."""
+    """Tokens of a step: as configured, else as many as keep the device busy and fit the memory that is free
+    once the weights are loaded; as on a CPU if that is unknown. Without chunks a step must hold the longest
+    sequence. Called before graphs are captured and a slab is opened, which depend on it."""
+    if config.max_batch_tokens:
+        return config.max_batch_tokens
     free = None if device.type == "cpu" else free_bytes(device)
     budget = ON_A_CPU if free is None else tokens_that_fit(free, bytes_a_token(model.backbone.config, dtype))
     return budget if chunked else max(budget, model.max_tokens)

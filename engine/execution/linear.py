@@ -29,6 +29,8 @@ from maxsimd.engine.ops.cpu.linear import (
 
 log = logging.getLogger(__name__)
 Pack = Callable[[torch.Tensor], Weights]
+# Makes a replacement, told whether it computes the GELU after the layer.
+Make = Callable[[nn.Linear, bool], nn.Module]
 # A feed-forward's first linear layer and the activation that follows it, by attribute name.
 _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
@@ -165,28 +167,17 @@ def children_within(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 def replace_layers(
     backbone: nn.Module,
-    make_linear: Callable[[nn.Linear, bool], nn.Module],
-    make_output: Callable[[Any], nn.Module],
+    make_linear: Make,
+    make_output: Callable[[Any], nn.Module] | None = None,
     is_replaced: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
-    """Replaces the ends of the parts of a BERT layer, then every `nn.Linear` that is left, told whether it
-    computes the GELU after it; returns the number of weights."""
+    """Replaces every `nn.Linear`, told whether it computes the GELU after it; first, with a `make_output`,
+    the ends of the parts of a BERT layer. Returns the number of weights."""
     replaced = 0
     for parent, name, child in children_within(backbone):
-        if _is_output(child) and is_replaced(child.dense):
+        if make_output is not None and _is_output(child) and is_replaced(child.dense):
             replaced += child.dense.weight.numel()
             setattr(parent, name, make_output(child))
-    return replaced + replace_linears(backbone, make_linear, is_replaced)
-
-
-def replace_linears(
-    backbone: nn.Module,
-    make_linear: Callable[[nn.Linear, bool], nn.Module],
-    is_replaced: Callable[[nn.Linear], bool] = lambda layer: True,
-) -> int:
-    """Replaces every `nn.Linear`, told whether it computes the GELU after it; returns the weights
-    replaced."""
-    replaced = 0
     for parent, name, child in children_within(backbone):
         if type(child) is nn.Linear and is_replaced(child):
             gelu = is_exact_gelu(getattr(parent, _FUSABLE.get(name, ""), None))
@@ -318,8 +309,6 @@ _TIMED_ROWS, _TIMED_SIDE = 128, 768
 _MARGIN = 1.2
 # The largest difference from torch's result, as a share of the largest number.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Makes a replacement, told whether it computes the GELU after the layer.
-Make = Callable[[nn.Linear, bool], nn.Module]
 
 
 class OneDnnLinear(ReplacedLinear):
@@ -422,7 +411,7 @@ def is_right_method(method: Method, dtype: torch.dtype) -> bool:
 
 def replace_by_method(module: nn.Module, method: Method) -> int:
     """Replaces every `nn.Linear`; returns the number of weights."""
-    return 0 if method.make is None else replace_linears(module, method.make)
+    return 0 if method.make is None else replace_layers(module, method.make)
 
 
 def _random_layer(inputs: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Linear:

@@ -103,7 +103,7 @@ def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.Mo
     assert devices.free_bytes(device) is None
     assert _device(device) == ("vulkan", "")
     model: Any = None
-    assert devices.default_budget(model, device, torch.float32, chunked=True) == devices.ON_A_CPU
+    assert devices.step_tokens(EngineConfig(), model, device, torch.float32, True) == devices.ON_A_CPU
     config, options = EngineConfig(device_cache_mb=8), {"takes_int8": False, "step_tokens": 1}
     with pytest.raises(ModelLoadError, match="leave it out"):
         open_slab(config, model, model, device, torch.float32, **options)
@@ -119,4 +119,4 @@ def test_what_a_device_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None
     assert devices.free_bytes(device) == 64 << 30
     config = type("Config", (), {"hidden_size": 1024, "get_text_config": lambda self: self})
     model: Any = type("Model", (), {"backbone": type("Backbone", (), {"config": config()})})
-    assert devices.default_budget(model, device, torch.bfloat16, chunked=True) == devices.ON_A_GPU
+    assert devices.step_tokens(EngineConfig(), model, device, torch.bfloat16, True) == devices.ON_A_GPU

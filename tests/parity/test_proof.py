@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, inspection
 from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
+from maxsimd.engine.device import load
 from maxsimd.engine.device.load import _samples
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import modes
@@ -199,12 +201,20 @@ async def test_wrong_chunks_and_prefixes_are_not_used(wrong: type[GroupedBackend
     assert not found.chunked
 
 
-def test_language_models_are_checked_with_some_of_their_layers(tmp_path: Path) -> None:
+def test_language_models_are_checked_with_some_of_their_layers(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = language_models.qwen3_reranker(tmp_path / "model", num_hidden_layers=5)
     model = load_model(EngineConfig(model=path), CPU)
     with _samples(model):
         layers: Any = model.backbone.layers
         assert len(layers) == 2
+    failing = Mock(wraps=make_samples, side_effect=[ModelLoadError("layer 4 is missing"), DEFAULT])
+    monkeypatch.setattr(load, "make_samples", failing)
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"), _samples(model):
+        layers = model.backbone.layers
+        assert len(layers) == 5
+    assert "all layers, because a few of them do not run alone: layer 4 is missing" in caplog.text
 
 
 def test_inspect_says_what_it_compares_from_text_to_score(checkpoints: dict[str, str]) -> None:

@@ -42,7 +42,9 @@ class Launch:
 
     def blocks_for(self, qkv: QKV, prefix_keys: int = 0) -> torch.Tensor:
         """The blocks, int32 [blocks, 5], for queries that see `prefix_keys` keys before their own."""
-        tile = _queries_of_a_tile(qkv)
+        from maxsimd.engine.ops.triton.attention import tiles_of
+
+        tile = tiles_of(qkv).queries
         if tile not in self.blocks:
             if self.table is None:
                 raise KeyError(f"no layer asked for blocks of {tile} queries when the graph was tried")
@@ -156,15 +158,12 @@ class StaticBlocks:
     def contents(self, layout: Layout) -> dict[str, NDArray[np.int32]] | None:
         """The contents of the tensors for a layout, to be followed by zeros; None for a layout that the
         captured launches do not fit."""
-        return self._blocks(layout)
+        table = _whole_sequences(layout)
+        return {name: blocks_of(table, self._causal, 0, tile) for tile, name in self._names.items()}
 
     def _launch(self, tensors: Mapping[str, torch.Tensor]) -> Launch:
         blocks = {tile: tensors[name] for tile, name in self._names.items()}
         return Launch(None, self._causal, self._device, blocks)
-
-    def _blocks(self, layout: Layout) -> dict[str, NDArray[np.int32]]:
-        table = _whole_sequences(layout)
-        return {name: blocks_of(table, self._causal, 0, tile) for tile, name in self._names.items()}
 
 
 def _kernel_takes(qkv: QKV) -> bool:
@@ -174,12 +173,6 @@ def _kernel_takes(qkv: QKV) -> bool:
     from maxsimd.engine.ops.triton.attention import is_supported
 
     return is_supported(qkv)
-
-
-def _queries_of_a_tile(qkv: QKV) -> int:
-    from maxsimd.engine.ops.triton.attention import tiles_of
-
-    return tiles_of(qkv).queries
 
 
 def _whole_sequences(layout: Layout) -> NDArray[np.int64]:
@@ -281,7 +274,7 @@ class StaticVarlen(StaticBlocks):
         takes_key_lengths = "key lengths" in self.shapes
         if layout.longest > self._size.longest or not (takes_key_lengths or layout.attends_to_all):
             return None
-        found = self._blocks(layout) | {"offsets": _offsets(layout, self._size.sequences)}
+        found = {**(super().contents(layout) or {}), "offsets": _offsets(layout, self._size.sequences)}
         return found | {"key lengths": _key_lengths(layout)} if takes_key_lengths else found
 
 

@@ -18,6 +18,7 @@ from maxsimd.engine.execution.fused_layers.parts import (
     has_hooks,
     is_plain,
     joined_linear,
+    joins_gelu,
     random_like,
     record_attention,
     same_attention_inputs,
@@ -109,11 +110,10 @@ def fused_intermediate(module: Any) -> FusedIntermediate | None:
     if that is slower or less exact."""
     if children_of(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
         return None
-    if not is_exact_gelu(module.intermediate_act_fn):
+    if not is_exact_gelu(module.intermediate_act_fn) or not joins_gelu(module.dense):
         return None
     fused = FusedIntermediate(module.dense)
-    same = fused.joined and _give_the_same(fused, module, (module.dense.in_features,))
-    return fused if same else None
+    return fused if _give_the_same(fused, module, (module.dense.in_features,)) else None
 
 
 def fused_output(module: Any) -> FusedOutput | None:

@@ -46,16 +46,15 @@ def joined_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 class GeluLinear(nn.Module):
-    """A linear layer and the exact GELU of its output: one launch if `joins_gelu` allows it, else two."""
+    """A linear layer and the exact GELU of its output in one launch, for layers that `joins_gelu` allows."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.dense = layer
-        self.joined = joins_gelu(layer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, inputs] to [rows, outputs]."""
-        return joined_gelu(x, self.dense) if self.joined else gelu_apart(x, self.dense)
+        return joined_gelu(x, self.dense)
 
 
 def joined_gelu(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:

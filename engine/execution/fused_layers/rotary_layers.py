@@ -6,7 +6,7 @@ nomic-bert), or on both sides (Gemma3). They are LayerNorm or RMSNorm; the feed-
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from maxsimd.engine.execution.fused_layers.parts import (
     has_hooks,
     is_plain,
     joined_linear,
+    joins_gelu,
     random_like,
     record_attention,
     same_attention_inputs,
@@ -35,16 +36,7 @@ from maxsimd.engine.ops.qkv import QKV
 _Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
-class _ChildNames:
-    """Names of a module's children in the fields of a dataclass."""
-
-    def children(self) -> set[str]:
-        fields: list[Any] = [getattr(self, name) for name in self.__match_args__]  # type: ignore[attr-defined]
-        return {name for field in fields for name in ((field,) if isinstance(field, str) else field or ())}
-
-
-@dataclass(frozen=True)
-class _LayerNames(_ChildNames):
+class _LayerNames(NamedTuple):
     """The children of a layer, with the norms before and after attention and feed-forward."""
 
     attention: str
@@ -53,8 +45,7 @@ class _LayerNames(_ChildNames):
     after: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _AttentionNames(_ChildNames):
+class _AttentionNames(NamedTuple):
     """The children of an attention: the products of its input and output, and the norms of heads."""
 
     qkv: tuple[str, ...]
@@ -62,8 +53,7 @@ class _AttentionNames(_ChildNames):
     norms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _FeedForwardNames(_ChildNames):
+class _FeedForwardNames(NamedTuple):
     """The children of a feed-forward: the first products with the gate first, the activation (SiLU is tried
     if it is no child), and the last product."""
 
@@ -204,14 +194,8 @@ class LayersTogether:
         self._handed_on = hidden_states
         if len(self._angles) < self._count:
             return hidden_states
-        of_rows = {id(pair): (pair[0][0], pair[1][0]) for pair in self._angles}
-        found = self.layers.run(
-            hidden_states[0],
-            [of_rows[id(pair)] for pair in self._angles],
-            metadata.sequences,
-            causal=metadata.layout.causal,
-        )
-        return found[None]
+        causal = metadata.layout.causal
+        return self.layers.run(hidden_states[0], self._angles, metadata.sequences, causal=causal)[None]
 
 
 class FusedRotaryLayer(nn.Module):
@@ -403,7 +387,7 @@ def _parts_of(layer: Any) -> _Parts | None:
     return _Parts(attention, qkv, tuple(head_norms), out, wide, down, tuple(before), tuple(after))
 
 
-_Names = TypeVar("_Names", bound=_ChildNames)
+_Names = TypeVar("_Names", bound=tuple[Any, ...])
 
 
 def _names_of(module: nn.Module, known: Sequence[_Names]) -> _Names | None:
@@ -413,7 +397,8 @@ def _names_of(module: nn.Module, known: Sequence[_Names]) -> _Names | None:
         name for name, child in children.items() if type(child) not in _IDLE and name not in _IDLE_NAMES
     }
     for names in known:
-        if working <= names.children() <= children.keys():
+        own = {name for field in names for name in ((field,) if isinstance(field, str) else field or ())}
+        if working <= own <= children.keys():
             return names
     return None
 
@@ -427,8 +412,8 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
     for an unknown activation or other widths."""
     made = sum(linear.out_features for linear in up)
     if made == inner and len(up) == 1 and activation is not None:
-        product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
-        return product if product is not None and product.joined else PlainWide(up[0], activation)
+        joins = is_exact_gelu(activation) and joins_gelu(up[0])
+        return GeluLinear(up[0]) if joins else PlainWide(up[0], activation)
     name = _activation_name(activation)
     return Gated(joined_linear(up), name) if made == 2 * inner and name is not None else None
 

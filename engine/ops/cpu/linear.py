@@ -26,7 +26,7 @@ LANES = 16  # columns of a packed block; columns are padded to a multiple of thi
 PANEL = 32  # layers are padded to a multiple of this many columns
 INT8_MAX = 127
 # Numbers of activations in the kernel: 0 for none, 1 for GELU, then gates in the order of ACTIVATIONS.
-_FIRST_GATE = 2
+GELU, FIRST_GATE = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ class Product:
         and bias are in the order of `gated_order`."""
         if self.weights.columns % PANEL:
             raise ValueError(f"a gated layer of {self.weights.columns} columns is not a multiple of {PANEL}")
-        return self._run(x, _FIRST_GATE + ACTIVATIONS.index(activation))
+        return self._run(x, FIRST_GATE + ACTIVATIONS.index(activation))
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`linear(x) + residual`, rounded once; `residual` is [..., columns] with the rows and dtype of x."""
@@ -130,7 +130,7 @@ class Product:
     ) -> torch.Tensor:
         weights = self.weights
         rows = as_rows(x, weights.inputs, weights.dtype)
-        columns = weights.columns // 2 if activation >= _FIRST_GATE else weights.columns
+        columns = weights.columns // 2 if activation >= FIRST_GATE else weights.columns
         added = None if added is None else rows_like(added, x, weights.columns)
         residual = None if residual is None else rows_like(residual, x, weights.columns)
         of_norm = (0, 0, 0.0) if norm is None else norm.checked(weights.columns)

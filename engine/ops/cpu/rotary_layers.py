@@ -8,11 +8,8 @@ import torch
 
 from maxsimd.engine.ops.cpu.blocks import BlockTensor
 from maxsimd.engine.ops.cpu.library import address, check_float32, kernels
-from maxsimd.engine.ops.cpu.linear import HEAD_UNIT, Product, aligned_workspace
+from maxsimd.engine.ops.cpu.linear import FIRST_GATE, GELU, HEAD_UNIT, Product, aligned_workspace
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
-
-# Numbers of activations in the kernel: GELU, then gates in the order of ACTIVATIONS.
-_GELU, _FIRST_GATE = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +86,7 @@ class RotaryLayer:
     def addresses(self) -> list[int]:
         """The layer as `maxsimd_rotary_layers` reads it."""
         row = [number for product in self.products for number in product.addresses]
-        row.append(_GELU if self.gate is None else _FIRST_GATE + ACTIVATIONS.index(self.gate))
+        row.append(GELU if self.gate is None else FIRST_GATE + ACTIVATIONS.index(self.gate))
         for norm in self.norms:
             row += [0, 0, 0] if norm is None else [address(norm.weight), address(norm.bias), norm.is_centered]
         row += [0, 0] if self.head_norms is None else [address(norm.weight) for norm in self.head_norms]
@@ -127,7 +124,7 @@ class RotaryLayers:
         *,
         causal: bool,
     ) -> torch.Tensor:
-        """The result of the last layer for `hidden` [rows, hidden], with the cosines and sines [rows,
+        """The result of the last layer for `hidden` [rows, hidden], with the cosines and sines [1, rows,
         head_dim] of each layer. `sequences`, int64 [n, 4], are those of `attention` and have all rows. Raises
         ValueError for rows or angles of another shape or precision."""
         (rows, size), first = hidden.shape, self._layers[0]
@@ -139,8 +136,8 @@ class RotaryLayers:
             raise ValueError(f"layers cannot run {rows} rows of {size} in {hidden.dtype}")
         # Layers of one kind share their angles.
         pairs = {id(each): each for each in angles}
-        if any(each.shape != (rows, first.head_dim) for pair in pairs.values() for each in pair):
-            raise ValueError(f"cosines and sines must be {(rows, first.head_dim)}")
+        if any(each.shape != (1, rows, first.head_dim) for pair in pairs.values() for each in pair):
+            raise ValueError(f"cosines and sines must be {(1, rows, first.head_dim)}")
         read = {name: [each.to(self._dtype).contiguous() for each in pair] for name, pair in pairs.items()}
         addresses = torch.tensor([[each.data_ptr() for each in read[id(pair)]] for pair in angles])
         hidden = hidden.clone(memory_format=torch.contiguous_format)

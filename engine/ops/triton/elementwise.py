@@ -8,8 +8,6 @@ A gate reads 4 and writes 2. Weights, cosines and sines stay in the caches.
 Sums, norms, rotations and gates are float32 and rounded once; transformers rounds in between. A sum that is
 written is rounded first, as in transformers."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,20 +18,6 @@ from maxsimd.engine.ops.triton.launch import next_power_of_two
 # Numbers that a warp of 32 threads loads at a time: 8 of 16 bits a thread.
 _OF_A_WARP = 256
 _MOST_WARPS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """The numbers of a row that a program holds, a power of two, and its warps."""
-
-    numbers: int
-    warps: int
-
-
-def row_tile(width: int) -> RowTile:
-    """The tile for rows of `width` numbers, at most `LARGEST_WIDTH`."""
-    numbers = next_power_of_two(width)
-    return RowTile(numbers, min(_MOST_WARPS, max(1, numbers // _OF_A_WARP)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,7 +74,7 @@ def norm(
     rows, width = x.shape
     if rows == 0:
         return
-    tile = row_tile(width)
+    block = next_power_of_two(width)
     norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -106,22 +90,14 @@ def norm(
         ADDED=residual is not None,
         SUMMED=total is not None,
         BIASED=bias is not None,
-        BLOCK=tile.numbers,
-        num_warps=tile.warps,
+        BLOCK=block,
+        num_warps=min(_MOST_WARPS, max(1, block // _OF_A_WARP)),
     )
 
 
 # Numbers that a program of two warps holds: 16 a thread.
 _NUMBERS = 1024
 WARPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The work of a program: `heads` heads, whose halves are padded to `half` numbers."""
-
-    heads: int
-    half: int
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -170,12 +146,6 @@ def norm_rotary_kernel(  # type: ignore[no-untyped-def]
     tl.store(at + half, rotated_second.to(qkv.dtype.element_ty), mask=inside)
 
 
-def blocks_for(heads: int, head_dim: int) -> Blocks:
-    """The blocks for rows of that many heads of queries and keys together."""
-    half = next_power_of_two(head_dim // 2)
-    return Blocks(min(next_power_of_two(heads), _NUMBERS // (2 * half)), half)
-
-
 def norm_rotary_(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -187,9 +157,10 @@ def norm_rotary_(
     if rows == 0:
         return
     queries, together = heads[0], sum(heads)
-    blocks = blocks_for(together, head_dim)
+    half = next_power_of_two(head_dim // 2)
+    block_heads = min(next_power_of_two(together), _NUMBERS // (2 * half))
     query_weight, key_weight, epsilon = norms or (qkv, qkv, 0.0)
-    norm_rotary_kernel[(rows, triton.cdiv(together, blocks.heads))](
+    norm_rotary_kernel[(rows, triton.cdiv(together, block_heads))](
         qkv,
         cos.contiguous(),
         sin.contiguous(),
@@ -201,8 +172,8 @@ def norm_rotary_(
         head_dim // 2,
         epsilon,
         NORMED=norms is not None,
-        BLOCK_HEADS=blocks.heads,
-        BLOCK_HALF=blocks.half,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=half,
         num_warps=WARPS,
     )
 

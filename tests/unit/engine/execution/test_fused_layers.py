@@ -397,9 +397,6 @@ def test_gelu_stays_apart_where_joining_is_wrong_or_slow(why: str, caplog: pytes
     product, milliseconds, reason = NOT_JOINED[why]
     with joining(product, milliseconds, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
         assert fused_layers.fused_intermediate(intermediate()) is None
-        layer: Any = intermediate().dense
-        x = torch.randn(3, 64).bfloat16()
-        assert torch.equal(parts.GeluLinear(layer)(x), torch.nn.functional.gelu(layer(x)))
     assert reason in caplog.text
 
 

@@ -216,7 +216,6 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
     gpu, mib = torch.device("cuda", 1), 1 << 20
     sized = BertConfig(hidden_size=1024, intermediate_size=4096)
     model: Any = SimpleNamespace(backbone=SimpleNamespace(config=sized), max_tokens=512)
-    runner: Any = SimpleNamespace(backend=None)
     for free, unused, configured, tokens in (
         (80 << 30, 0, None, 16_384), (256 * mib, 0, None, 4_096), (128 * mib, 128 * mib, None, 4_096),
         (256 * mib, 0, 512, 512), (256 * mib, 0, 65_536, 65_536),
@@ -224,12 +223,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
         config = EngineConfig(max_batch_tokens=configured)
         with_free(monkeypatch, free, unused)
         assert devices.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
-        with_graphs = Mock()
-        monkeypatch.setattr(load, "with_graphs", with_graphs)
-        load._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))
-        most = with_graphs.call_args.args[-1]
-        assert most.rows == tokens
-        assert max(x.rows for x in sizes_for(most.rows, most.sequences, most.longest)) == min(tokens, 16_384)
+        assert max(size.rows for size in sizes_for(tokens, 512, 512)) == min(tokens, 16_384)
 
 
 async def test_graphs_and_shared_prefixes_know_the_steps(
@@ -237,13 +231,13 @@ async def test_graphs_and_shared_prefixes_know_the_steps(
 ) -> None:
     sizes: list[int] = []
 
-    def sped_up(runner: PackedRunner, *given: Any) -> GraphedRunner:
-        sizes.append(given[-1].rows)
+    def with_one_call(runner: PackedRunner, *given: Any) -> GraphedRunner:
         graphed = GraphedRunner(runner, CPU)
         graphed.launch_tokens = 7
         return graphed
 
-    monkeypatch.setattr(load, "_sped_up", sped_up)
+    monkeypatch.setattr(load, "CaptureSize", lambda rows, *others: sizes.append(rows))
+    monkeypatch.setattr(load, "with_one_call", with_one_call)
     for configured, tokens in ((None, 2_048), (100, 100)):
         config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
         async with Engine(config) as engine:
@@ -286,13 +280,8 @@ def test_a_slab_is_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch, opened
     with_free(monkeypatch, 600 << 20)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
-    gib = 1 << 30
-    assert stores.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
-    assert stores.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib
-    assert stores.default_limit(free=gib, step=4 * gib, cached=4 * gib) == 0
-    assert stores.rows_within(1 << 20, 128, torch.bfloat16) == 4096
-    # Each row of int8 has a scale.
-    assert stores.rows_within(1 << 20, 124, torch.int8) == 8192
+    with_free(monkeypatch, 60 << 20)
+    assert opened("int8", True) is None, "a step needs more than is free"
     with_free(monkeypatch, 80 << 30)
     for precision, takes_int8, expected in (
         *(("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)),
