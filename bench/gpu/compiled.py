@@ -252,12 +252,12 @@ def layer_variants(dtype: str = "bf16") -> Iterator[Variant]:
     pointer, epsilon = POINTERS[dtype], {"epsilon": "fp32"}
 
     def norms(width: int, *kinds: str, biased: bool, centered: bool) -> Iterator[Variant]:
-        tile = elementwise.row_tile(width)
+        block, warps = elementwise.row_tile(width)
         types = dict.fromkeys(("x", "residual", "weight", "bias", "total", "out"), pointer) | epsilon
         for kind in kinds:
-            constants = {"CENTERED": centered, "BIASED": biased, "BLOCK": tile.numbers}
+            constants = {"CENTERED": centered, "BIASED": biased, "BLOCK": block}
             constants |= {"ADDED": " and " in kind, "SUMMED": kind.startswith("sum")}
-            source = Source(elementwise.norm_kernel, types, constants, {"num_warps": tile.warps})
+            source = Source(elementwise.norm_kernel, types, constants, {"num_warps": warps})
             yield Variant(f"{kind} {width}{', no bias' if centered and not biased else ''}", source)
 
     def layer_norms(width: int, biased: bool) -> Iterator[Variant]:
@@ -275,9 +275,9 @@ def layer_variants(dtype: str = "bf16") -> Iterator[Variant]:
     yield from layer_norms(768, biased=False)  # ModernBERT
     # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.
     for heads, head_dim in ((24, 128), (40, 128), (40, 64), (24, 256), (32, 64), (24, 64)):
-        normed, block = head_dim > 64, elementwise.blocks_for(heads, head_dim)
+        normed, (block, half) = head_dim > 64, elementwise.blocks_for(heads, head_dim)
         types = dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight"), pointer) | epsilon
-        constants = {"NORMED": normed, "BLOCK_HEADS": block.heads, "BLOCK_HALF": block.half}
+        constants = {"NORMED": normed, "BLOCK_HEADS": block, "BLOCK_HALF": half}
         options, varying = {"num_warps": elementwise.WARPS}, VARYING | {"queries", "heads"}
         source = Source(elementwise.norm_rotary_kernel, types, constants, options, varying)
         yield Variant(f"{'norm and ' * normed}rotary {heads} heads of {head_dim}", source)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.cache.store import RunFacts
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.templates import Frame, ScoreTemplate
 from maxsimd.engine.checkpoint.visual import ImageInputs
@@ -29,7 +30,6 @@ from maxsimd.engine.processors.processor import (
     PrefixSharing,
     ProcessorContext,
     RequestIds,
-    RunFacts,
     ScoreProcessor,
     Scores,
     check_explained_lines,

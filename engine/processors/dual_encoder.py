@@ -351,7 +351,6 @@ class DualEncoderProcessor(ScoreProcessor):
         self._batches = ON_HOST if self._cache is None or self._cache.slab is None else IN_SLAB
         self._given = GivenVectors(model, context.limits.most_vectors, context.scored_in)
         self._price = ScoringPrice.of(model)
-        self._similarity = model.similarity
         self._pages = page_builder(model, context.tokenizer, context.limits.longest_sequence)
         self.queries = QueryProcessor(context, self._given, self._pages)
 
@@ -451,7 +450,7 @@ class DualEncoderProcessor(ScoreProcessor):
                 if isinstance(query, Vectors) and len(query)
             },
             texts=texts,
-            is_mean=self._similarity == "meanmaxsim",
+            is_mean=self._model.similarity == "meanmaxsim",
         )
 
     def shortest_sequences(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.engine.cache.store import RunFacts
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
@@ -17,7 +18,6 @@ from maxsimd.engine.processors.processor import (
     PlanValues,
     ProcessorContext,
     RequestIds,
-    RunFacts,
     ScoreProcessor,
     Scores,
     find_scores,
@@ -52,9 +52,6 @@ class ListwisePlan(CachedScorePlan):
             merge_blocks([np.asarray(next(blocks)) for _ in range(count)]) for count in self.num_blocks
         ]
         return self.found.with_new(np.concatenate(of_lists) if of_lists else np.empty(0, dtype=np.float32))
-
-    def final_scores(self, raw: Scores) -> Scores:
-        return raw if self.normalization is None else self.normalization.apply(raw)
 
     def documents_of(self, values: Collection[int]) -> Sequence[int]:
         return range(self.request.num_documents)

@@ -147,9 +147,9 @@ class ScorePlan(Plan):
     def raw_scores(self, values: PlanValues) -> Scores:
         """Returns each document's score as the model computes it, NaN where a value is missing."""
 
-    @abstractmethod
     def final_scores(self, raw: Scores) -> Scores:
         """Returns scores as callers get them: with activation and normalization, where they apply."""
+        return raw if self.normalization is None else self.normalization.apply(raw)
 
     @abstractmethod
     def documents_of(self, values: Collection[int]) -> Sequence[int]:
@@ -213,9 +213,6 @@ class UnscoredPlan(ScorePlan):
 
     def raw_scores(self, values: PlanValues) -> Scores:
         return np.full(self.request.num_documents, np.nan, dtype=np.float32)
-
-    def final_scores(self, raw: Scores) -> Scores:
-        return raw
 
     def documents_of(self, values: Collection[int]) -> Sequence[int]:
         return ()

@@ -20,6 +20,12 @@ _OF_A_WARP = 256
 _MOST_WARPS = 16
 
 
+def row_tile(width: int) -> tuple[int, int]:
+    """The numbers of a row of `width` that a program holds, a power of two, and its warps."""
+    numbers = next_power_of_two(width)
+    return numbers, min(_MOST_WARPS, max(1, numbers // _OF_A_WARP))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, width]
@@ -74,7 +80,7 @@ def norm(
     rows, width = x.shape
     if rows == 0:
         return
-    block = next_power_of_two(width)
+    block, warps = row_tile(width)
     norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -91,7 +97,7 @@ def norm(
         SUMMED=total is not None,
         BIASED=bias is not None,
         BLOCK=block,
-        num_warps=min(_MOST_WARPS, max(1, block // _OF_A_WARP)),
+        num_warps=warps,
     )
 
 
@@ -146,6 +152,12 @@ def norm_rotary_kernel(  # type: ignore[no-untyped-def]
     tl.store(at + half, rotated_second.to(qkv.dtype.element_ty), mask=inside)
 
 
+def blocks_for(heads: int, head_dim: int) -> tuple[int, int]:
+    """The heads of a program, for `heads` of queries and keys, and the numbers of their padded halves."""
+    half = next_power_of_two(head_dim // 2)
+    return min(next_power_of_two(heads), _NUMBERS // (2 * half)), half
+
+
 def norm_rotary_(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -157,8 +169,7 @@ def norm_rotary_(
     if rows == 0:
         return
     queries, together = heads[0], sum(heads)
-    half = next_power_of_two(head_dim // 2)
-    block_heads = min(next_power_of_two(together), _NUMBERS // (2 * half))
+    block_heads, half = blocks_for(together, head_dim)
     query_weight, key_weight, epsilon = norms or (qkv, qkv, 0.0)
     norm_rotary_kernel[(rows, triton.cdiv(together, block_heads))](
         qkv,

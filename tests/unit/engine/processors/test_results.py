@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from maxsimd.engine.cache.store import RunFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS, ScoreStream
 from maxsimd.engine.processors.classification import activate, keeps_order
 from maxsimd.engine.processors.cross_encoder import CrossEncoderPlan, ScoreLabel
-from maxsimd.engine.processors.processor import FoundScores, RunFacts
+from maxsimd.engine.processors.processor import FoundScores
 from maxsimd.engine.requests import Value, Values, rank
 from maxsimd.engine.workers import run_in_thread_if_large
 from tests.unit.engine.processors.small_models import score_request
