@@ -480,10 +480,12 @@ async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inpu
     if body.input_type is None and not isinstance(body, PoolingRequest):
         input_type = input_type_of(body.task, "task")
     options |= {"input_type": input_type, "prompt_name": body.prompt_name, "dimensions": dimensions}
-    if task == "embed":
-        return await engine.embed(inputs, **options, **_one_vector_options(state, body, len(inputs)))
-    most = most_vectors(state, dimensions)
-    return await engine.embed_tokens(inputs, **options, max_tokens=most, return_tokens=False)
+    named = "dimensions" if body.dimensions else "output_dimension"
+    with reading.with_request_field_names(dimensions=named):
+        if task == "embed":
+            return await engine.embed(inputs, **options, **_one_vector_options(state, body, len(inputs)))
+        most = most_vectors(state, dimensions)
+        return await engine.embed_tokens(inputs, **options, max_tokens=most, return_tokens=False)
 
 
 def scaling(state: ServerState, wanted: bool | None, name: str) -> tuple[bool, list[str]]:

@@ -373,6 +373,14 @@ def score_options(
     }
 
 
+def with_fields_of(
+    body: wire.Scoring, queries: str = "query", documents: str = "documents"
+) -> AbstractContextManager[None]:
+    """Errors name the request's fields."""
+    instruction = "instruction" if body.instruct is None else "instruct"
+    return reading.with_request_field_names(queries=queries, documents=documents, instruction=instruction)
+
+
 def scale_of(state: ServerState, body: wire.Scoring) -> ScoreScale:
     """The scale of the scores that a request gets."""
     scale = state.engine.facts.scales.of(
@@ -492,8 +500,7 @@ def _completeness(body: wire.Scoring, result: ScoreResult | RerankResult) -> dic
 
 async def score(state: ServerState, body: ScoreRequest, texts: ToScore) -> Answer:
     scale = scale_of(state, body)
-    queries, documents = body.field_names
-    named = reading.with_request_field_names(queries=queries, documents=documents)
+    named = with_fields_of(body, *body.field_names)
     respond = partial(_score_response, body, state.model_name, scale)
     if body.stream:
         return await _streamed(
@@ -528,7 +535,7 @@ async def rerank(state: ServerState, body: RerankRequest, texts: ToRank) -> Answ
 
         return await _streamed(
             *(state, body, ([texts[0]], texts[1])),
-            reading.with_request_field_names(queries="query", documents="documents"),
+            with_fields_of(body),
             lambda one: ranked(one, with_text),
             last,
         )
@@ -588,7 +595,7 @@ async def rerank_in_shape(
     if not is_jina:
         check_all_ranked(body)
     model, scale = state.model_name, scale_of(state, body)
-    with reading.with_request_field_names(queries="query", documents=documents):
+    with with_fields_of(body, documents=documents):
         result = await state.engine.rerank(
             *texts,
             top_n=top_n,
@@ -656,7 +663,7 @@ async def _rerank_in_stages(
     scale = scale_of(last, body)
     of_score: dict[str, Any] = {**score_options(last, body)}
     options = {name: of_score[name] for name in CascadeOptions.__annotations__}
-    with ExitStack() as reported, reading.with_request_field_names(queries="query", documents="documents"):
+    with ExitStack() as reported, with_fields_of(body):
         for name in names:
             reported.enter_context(naming_lost_model(models, name))
         result = await models.rerank(*texts, plan, deadline=body.timeout, **options)

@@ -171,7 +171,7 @@ async def _cohere(
             )
     of_pictures = body.input_type == "image" and not any(isinstance(text, str) for text in texts)
     embeddings.check_embeddings(state, len(texts) * len(types), body.output_dimension)
-    with reading.with_request_field_names(input=_cohere_field(body)):
+    with reading.with_request_field_names(input=_cohere_field(body), dimensions="output_dimension"):
         result = await state.engine.embed(
             texts,
             input_type="document" if of_pictures else embeddings.input_type_of(body.input_type),
@@ -260,7 +260,7 @@ async def multimodal_embeddings(
 ) -> Answer:
     """Voyage's. Inputs with pictures are never truncated."""
     embeddings.check_embeddings(state, len(inputs), body.output_dimension)
-    with reading.with_request_field_names(input="inputs"):
+    with reading.with_request_field_names(input="inputs", dimensions="output_dimension"):
         result = await state.engine.embed(
             inputs,
             input_type=embeddings.input_type_of(body.input_type),

@@ -210,7 +210,8 @@ async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: rerank.To
             "score_threshold",
         )
     scale = rerank.scale_of(state, body)
-    result = await state.engine.score(*texts, **rerank.score_options(state, body))
+    with rerank.with_fields_of(body, "queries"):
+        result = await state.engine.score(*texts, **rerank.score_options(state, body))
     tokens = result.usage.prompt_tokens
     status = DeepInfraStatus(runtime_ms=round(result.timings.whole * 1e3), tokens_input=tokens)
 

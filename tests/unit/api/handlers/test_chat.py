@@ -99,7 +99,6 @@ async def test_content_parts_are_read_or_refused(caller: Caller, engine: Recordi
         ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "cannot be chosen", "chat_template"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "cannot be", "chat_template_kwargs"),
         ({"input": "a", "embed_dtype": "int8", "output_dtype": "float"}, "say different", "output_dtype"),
-        ({}, "input is missing", "input"),
     ):
         await caller.refused("/v1/embeddings", body, 400, param, message)
     await Caller(engine, max_documents=1).refused("/v1/embeddings", {"messages": MESSAGES}, 413, "messages")
