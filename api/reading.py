@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -129,7 +129,9 @@ def as_item(content: Content, where: str, param: str) -> Item:
 
 def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
     """Contents with their names in errors."""
-    several = contents if isinstance(contents, list) else each_picture(contents) or [contents]
+    several: Sequence[Content] = (
+        contents if isinstance(contents, list) else each_picture(contents) or (contents,)
+    )
     for i, content in enumerate(several):
         yield f"{param}[{i}]", content
 
