@@ -28,35 +28,30 @@ class Question(Generic[R]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Letter(Generic[M]):
-    message: M
-    reply: asyncio.Future[Any] | None
-
-
 class Mailbox(Generic[M]):
     """The queue of an actor. `ask` waits for the answer; `tell` and `post` are for messages whose number is
     bounded by other means (steps in flight, admitted requests)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: asyncio.Queue[_Letter[M]] = asyncio.Queue()
+        self._letters: asyncio.Queue[tuple[M, asyncio.Future[Any] | None]] = asyncio.Queue()
 
     def post(self, message: M) -> None:
         """Delivers a message without waiting, from any thread."""
-        self._loop.call_soon_threadsafe(self._letters.put_nowait, _Letter(message, None))
+        self._loop.call_soon_threadsafe(self._letters.put_nowait, (message, None))
 
     def tell(self, message: M) -> None:
         """Delivers a message before it returns. For senders on the actor's own loop."""
-        self._letters.put_nowait(_Letter(message, None))
+        self._letters.put_nowait((message, None))
 
     async def ask(self, question: Question[R]) -> R:
         """Delivers a message and waits for the answer, or raises its error. For the actor's own loop."""
         reply: asyncio.Future[R] = self._loop.create_future()
-        self._letters.put_nowait(_Letter(cast("M", question), reply))
+        self._letters.put_nowait((cast("M", question), reply))
         return await reply
 
-    async def next(self) -> _Letter[M]:
+    async def next(self) -> tuple[M, asyncio.Future[Any] | None]:
+        """The next message, and the reply that its sender waits for."""
         return await self._letters.get()
 
 
@@ -73,18 +68,18 @@ class Actor(ABC, Generic[M]):
 
     async def run(self) -> None:
         while True:
-            letter = await self.mailbox.next()
-            if letter.reply is None:
-                await self.receive(letter.message)
+            message, reply = await self.mailbox.next()
+            if reply is None:
+                await self.receive(message)
                 continue
             try:
-                answer = await self.receive(letter.message)
+                answer = await self.receive(message)
             except Exception as error:
-                if not letter.reply.done():
-                    letter.reply.set_exception(error)
+                if not reply.done():
+                    reply.set_exception(error)
             else:
-                if not letter.reply.done():
-                    letter.reply.set_result(answer)
+                if not reply.done():
+                    reply.set_result(answer)
 
 
 class OpenRequest:

@@ -44,7 +44,7 @@ class WaitingDoor(Door):
     async def run_queue(self) -> None:
         """Has the scheduler forget all that waits for a step."""
         while not self.actor.mailbox._letters.empty():
-            await self.actor.receive((await self.actor.mailbox.next()).message)
+            await self.actor.receive((await self.actor.mailbox.next())[0])
         for number in list(self.actor._open):
             await self.actor.receive(DropRequest(number))
         await settle()

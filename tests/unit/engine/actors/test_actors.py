@@ -97,7 +97,7 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     assert len(device.steps) == 2
     await device.admit(2, [2])
     assert len(device.steps) == 2
-    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60)).message
+    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60))[0]
     assert time.perf_counter() - before > 0.7, "a quarter of the second is left"
     await device.actor.receive(message)
     assert len(device.steps) == 3
@@ -114,7 +114,7 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     for step in range(2):
         await device.report(device.steps[step], 0, 1, 0.01, waited=1_000_000.0)
     await device.actor.receive(actors.StepEnding(device.steps[2].step_id))
-    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60)).message
+    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60))[0]
     await device.actor.receive(message)
     assert len(device.steps) == 4
 
