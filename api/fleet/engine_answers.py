@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import pickle
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any, cast
@@ -12,14 +12,12 @@ import msgspec
 
 from maxsimd import __version__
 from maxsimd.api.fleet import messages as wire
+from maxsimd.api.fleet.link import Send
 from maxsimd.api.fleet.messages import Answer, Question, received_inputs, received_item, sent_query
 from maxsimd.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.requests import RankedDocument, ScoreResult, Usage
-
-Send = Callable[[Answer], Awaitable[None]]
-
 
 # Options of an engine that change when, where and how fast it scores, but no score.
 _DECIDE_NOTHING = frozenset(

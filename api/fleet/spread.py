@@ -4,6 +4,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple
 from functools import partial
 from random import getrandbits
@@ -212,24 +213,19 @@ class Spreader:
 
     async def _send(self, job: Job, send: fleets.Send, deadline: float | None) -> wire.Reply:
         """The engine enforces the deadline; the front does so somewhat later, in case the engine hangs."""
-        connected = self._roster.connected(send.member)
-        async with asyncio.timeout_at(None if deadline is None else deadline + _HANGS):
-            if send.is_suspect:
-                async with connected.alone:
-                    return await self._ask(job, send, deadline)
-            return await self._ask(job, send, deadline)
-
-    async def _ask(self, job: Job, send: fleets.Send, deadline: float | None) -> wire.Reply:
-        part, link, queued = send.part, self._roster.connected(send.member).link, None
-        self.loads.sent(send.member, part.weight)
-        try:
-            left = None if deadline is None else deadline - asyncio.get_running_loop().time()
-            question = job.question(part.indices, left)
-            reply = await link.ask(question, partial(job.arrived, part.indices))
-            queued = reply.queued_tokens
-            return reply
-        finally:
-            self.loads.answered(send.member, part.weight, queued)
+        part, queued = send.part, None
+        alone = self._roster.connected(send.member).alone if send.is_suspect else nullcontext()
+        async with asyncio.timeout_at(None if deadline is None else deadline + _HANGS), alone:
+            link = self._roster.connected(send.member).link  # it may have gone meanwhile
+            self.loads.sent(send.member, part.weight)
+            try:
+                left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+                question = job.question(part.indices, left)
+                reply = await link.ask(question, partial(job.arrived, part.indices))
+                queued = reply.queued_tokens
+                return reply
+            finally:
+                self.loads.answered(send.member, part.weight, queued)
 
     async def _others(
         self, attempts: fleets.Attempts, send: fleets.Send, deadline: float | None
