@@ -191,6 +191,7 @@ def test_texts_have_the_same_tokens(build: Any, checkpoints: SharedCheckpoints, 
         assert ours(text, **bare)["input_ids"] == theirs(text, **bare)["input_ids"], text
     for first, second in itertools.pairwise(texts):
         assert dict(ours(first, second)) == dict(theirs(first, second))
+    assert len({load_model(EngineConfig(model=path), CPU).fingerprint for _ in "ab"}) == 1, "a random pooler"
 
 
 @pytest.mark.parametrize(
@@ -229,8 +230,6 @@ def test_what_is_left_out_is_said(checkpoints: SharedCheckpoints, caplog: pytest
     assert said in caplog.text
 
 
-def test_pylate_checkpoints_load_without_warnings(
-    checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pylate_loads_silently(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
     inspect_model(EngineConfig(model=checkpoints(late_interaction.pylate_modernbert)), check=True)
     assert not [one for one in caplog.records if one.name.startswith("sentence_transformers")]
