@@ -14,10 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-# Attention functions by name. Each takes the attention module, queries, keys and values
-# [n, heads, tokens, head_dim] and a bool mask or None, and returns [n, tokens, heads, head_dim] and None.
-ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, None]]] = {}
-
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_new": lambda: nn.GELU("tanh"),
@@ -28,14 +24,12 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
 }
 
-Family = Literal["bert", "roberta", "xlm-roberta"]
-
 
 @dataclass
 class EncoderConfig:
     """The shape of an encoder. `settings` are all settings of the checkpoint, as transformers states them."""
 
-    model_type: Family
+    model_type: Literal["bert", "roberta", "xlm-roberta"]
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -55,11 +49,6 @@ class EncoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.settings)
-
-    @property
-    def counts_from_padding(self) -> bool:
-        """Whether the first position is `pad_token_id + 1`, as RoBERTa has it, and not 0."""
-        return self.model_type != "bert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,9 @@ def eager(
     return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
 
 
-ATTENTION_FUNCTIONS |= {"sdpa": sdpa, "eager": eager}
+# Attention functions by name. Each takes the attention module, queries, keys and values
+# [n, heads, tokens, head_dim] and a bool mask or None, and returns [n, tokens, heads, head_dim] and None.
+ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[torch.Tensor, None]]] = {"sdpa": sdpa, "eager": eager}
 
 
 def _table(rows: int, columns: int, padding: int | None = None) -> nn.Embedding:
@@ -127,8 +118,8 @@ class Embeddings(nn.Module):
         self.token_type_embeddings = _table(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(0.0)
-        # The attribute tells how positions are counted: see `position_offset` of a checkpoint.
-        self.padding_idx = padding if config.counts_from_padding else None
+        # RoBERTa's positions begin behind it, BERT's at 0: see `position_offset` of a checkpoint.
+        self.padding_idx = None if config.model_type == "bert" else padding
         positions = config.max_position_embeddings
         self.position_embeddings = _table(positions, config.hidden_size, self.padding_idx)
 
@@ -338,8 +329,8 @@ class ClassificationHead(nn.Module):
 class EncoderForClassification(nn.Module):
     """An encoder with a classifier: BERT's reads the pooler's output, RoBERTa's the hidden states."""
 
-    base_model_prefix: str
-    reads_pooled: bool
+    base_model_prefix = "roberta"
+    reads_pooled = False
     output_type = EncoderOutput
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -376,13 +367,11 @@ class BertForSequenceClassification(EncoderForClassification):
 
 
 class RobertaForSequenceClassification(EncoderForClassification):
-    base_model_prefix = "roberta"
-    reads_pooled = False
+    pass
 
 
 class XLMRobertaForSequenceClassification(EncoderForClassification):
-    base_model_prefix = "roberta"
-    reads_pooled = False
+    pass
 
 
 CLASSIFIERS: Mapping[str, type[EncoderForClassification]] = {

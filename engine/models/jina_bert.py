@@ -223,6 +223,7 @@ class JinaBertPreTrainedModel(PreTrainedModel):
     config: JinaBertConfig
     config_class = JinaBertConfig
     base_model_prefix = "bert"
+    _input_embed_layer = "word_embeddings"
     _supports_attention_backend = True
 
 
@@ -235,12 +236,6 @@ class JinaBertModel(JinaBertPreTrainedModel):
         self.encoder = JinaBertEncoder(config)
         self.pooler = BertPooler(config) if add_pooling_layer else None
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings.word_embeddings = value
 
     def forward(
         self,

@@ -32,65 +32,33 @@ class NomicMoeConfig(JinaEmbeddingsV3Config):
     moe_every_n_layers: int = 2
 
 
-class NomicRouter(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.layer = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = config.moe_top_k
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights and the numbers of the experts of x [tokens, hidden]: [tokens, experts of a token]
-        each. The weights are shares of the softmax over all experts, so they add up to less than one."""
-        shares = self.layer(x).softmax(dim=-1, dtype=torch.float32)
-        weights, numbers = shares.topk(self.experts, dim=-1)
-        return weights.to(x.dtype), numbers
-
-
-class NomicExpertMLP(nn.Module):
-    """The weights of all experts, [experts * inner, hidden] each."""
+class NomicMoeMLP(nn.Module):
+    """The weighted sum of each token's experts, and one bias for all. `w1` and `w2` have the weights of all
+    experts, [experts * inner, hidden] each."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         rows = config.num_experts * config.intermediate_size
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.w1 = nn.Parameter(torch.empty(rows, config.hidden_size))
         self.w2 = nn.Parameter(torch.empty(rows, config.hidden_size))
-        self.experts = config.num_experts
-
-    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """Maps x [tokens, hidden] by one expert."""
-        up, down = (weight.unflatten(0, (self.experts, -1))[expert] for weight in (self.w1, self.w2))
-        made: torch.Tensor = nn.functional.gelu(x @ up.T) @ down
-        return made
-
-
-class NomicExperts(nn.Module):
-    """The weighted sum of each token's experts, and one bias for all."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.mlp = NomicExpertMLP(config)
         self.bias = nn.Parameter(torch.empty(config.hidden_size))
-
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros_like(x)
-        for expert in range(self.mlp.experts):
-            tokens, choice = torch.where(numbers == expert)
-            if len(tokens):
-                share = weights[tokens, choice, None]
-                made.index_add_(0, tokens, self.mlp(x[tokens], expert) * share)
-        return made + self.bias
-
-
-class NomicMoeMLP(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.router = NomicRouter(config)
-        self.experts = NomicExperts(config)
+        self.experts, self.chosen = config.num_experts, config.moe_top_k
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.flatten(0, -2)
-        made: torch.Tensor = self.experts(x, *self.router(x))
-        return made.view_as(hidden_states)
+        x = hidden_states.flatten(0, -2)  # [tokens, hidden]
+        # Shares of the softmax over all experts: those of a token's experts add up to less than one.
+        shares = self.router(x).softmax(dim=-1, dtype=torch.float32)
+        weights, numbers = shares.topk(self.chosen, dim=-1)  # [tokens, experts of a token] each
+        weights = weights.to(x.dtype)
+        made = torch.zeros_like(x)
+        ups, downs = (weight.unflatten(0, (self.experts, -1)) for weight in (self.w1, self.w2))
+        for expert in range(self.experts):
+            tokens, choice = torch.where(numbers == expert)
+            if len(tokens):
+                out = nn.functional.gelu(x[tokens] @ ups[expert].T) @ downs[expert]
+                made.index_add_(0, tokens, out * weights[tokens, choice, None])
+        return (made + self.bias).view_as(hidden_states)
 
 
 class NomicMoeModel(JinaEmbeddingsV3Model):
@@ -116,6 +84,9 @@ _NOMIC_TENSORS = [
     WeightRenaming(r"emb_ln", r"embeddings.LayerNorm"),
     WeightRenaming(r"encoder\.layers", r"layers"),
     WeightRenaming(r"attn\.out_proj", r"self_attn.o_proj"),
+    WeightRenaming(r"mlp\.router\.layer", r"mlp.router"),
+    WeightRenaming(r"mlp\.experts\.mlp", r"mlp"),
+    WeightRenaming(r"mlp\.experts\.bias", r"mlp.bias"),
     WeightRenaming(r"norm1", r"post_attention_layernorm"),
     WeightRenaming(r"norm2", r"post_mlp_layernorm"),
     _thirds("attn.Wqkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
