@@ -3,13 +3,12 @@
 Sources: Hu et al. 2021 (arXiv 2106.09685); with magnitudes, Liu et al. 2024, DoRA (arXiv 2402.09353); with
 other scales, Kalajdzievski 2023, rsLoRA (arXiv 2312.03732). The files are those that peft writes."""
 
-import json
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from maxsimd.engine.checkpoint.detect import JINA_V5
 from maxsimd.engine.checkpoint.files import (
+    USAGE,
     check_digests,
     find_file,
     one_line,
     read_files,
+    read_object,
     refuse_damaged_files,
 )
 from maxsimd.engine.checkpoint.known_settings import OF_ADAPTERS
@@ -37,8 +38,6 @@ WEIGHTS = "adapter_model.safetensors"
 _SETTINGS = "adapter_config.json"
 # The adapter for queries and documents of a jina-embeddings-v5, which has several.
 _FOR_RETRIEVAL = "adapters/retrieval/"
-# Files of the base that say how it is used, where the adapter has none.
-_OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
 _CLASSIFIER = "ForSequenceClassification"
 # The layers of classifiers that have a row for each label.
 _LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
@@ -126,8 +125,7 @@ class Adapter:
 def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Adapter | None]]:
     """The path to load a checkpoint from, and its adapter. For an adapter with a base the path is a temporary
     folder with links to the files of both. Raises ModelLoadError for an adapter that cannot be added."""
-    found = find_file(path, _SETTINGS, revision)
-    if found is None:
+    if find_file(path, _SETTINGS, revision) is None:
         yield path, _within(path, revision)
         return
     if any(find_file(path, name, revision) for name in ("model.safetensors", "model.safetensors.index.json")):
@@ -136,7 +134,7 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
             yield alone, None
         return
     folder = downloaded(path, revision)
-    settings = _settings(path, found)
+    settings = _checked(path, read_object(path, _SETTINGS, revision) or {})
     base = str(settings.get("base_model_name_or_path") or "")
     if not base:
         raise ModelLoadError(
@@ -168,20 +166,21 @@ def _within(path: str, revision: str | None) -> Adapter | None:
     is_named = config is not None and JINA_V5 in config.read_text(encoding="utf-8", errors="replace")
     if not is_named or read_files(path, revision).architecture != JINA_V5:
         return None
-    found = [find_file(path, f"{_FOR_RETRIEVAL}{name}", revision) for name in (_SETTINGS, WEIGHTS)]
-    if found[0] is None or found[1] is None:
+    said = read_object(path, f"{_FOR_RETRIEVAL}{_SETTINGS}", revision)
+    weights = find_file(path, f"{_FOR_RETRIEVAL}{WEIGHTS}", revision)
+    if said is None or weights is None:
         raise ModelLoadError(
             f"{path!r} is a {JINA_V5} without {_FOR_RETRIEVAL}, by which it embeds queries and documents; "
             "name the whole checkpoint, or one that an adapter is merged into"
         )
-    return read_adapter(path, found[1].parent, _settings(path, found[0]))
+    return read_adapter(path, weights.parent, _checked(path, said))
 
 
 def _with_classifier(base: Path, settings: dict[str, Any], adapter: Adapter) -> dict[str, Any] | None:
     """The config of a base that is no classifier and becomes one with the adapter; None for all others."""
-    if settings.get("task_type") != "SEQ_CLS" or not (base / "config.json").is_file():
+    config = read_object(str(base), "config.json", None)
+    if settings.get("task_type") != "SEQ_CLS" or config is None:
         return None
-    config: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
     named = (config.get("architectures") or [""])[0]
     last = [adapter.whole[name] for name in _LAST_LAYERS if name in adapter.whole]
     if named.endswith(_CLASSIFIER) or not last:
@@ -194,8 +193,9 @@ def _with_classifier(base: Path, settings: dict[str, Any], adapter: Adapter) -> 
     }
 
 
-@contextmanager
-def _linked(path: str, folders: Sequence[Path], config: dict[str, Any] | None = None) -> Iterator[str]:
+def _linked(
+    path: str, folders: Sequence[Path], config: dict[str, Any] | None = None
+) -> AbstractContextManager[str]:
     """A temporary folder with links to the files of some folders, without those of adapters. The last folder
     counts where several have a file, and says how the model is used if it has a modules.json. A `config`
     replaces theirs. Errors name the `path`."""
@@ -205,21 +205,14 @@ def _linked(path: str, folders: Sequence[Path], config: dict[str, Any] | None = 
         for folder in folders
         for entry in folder.iterdir()
         if entry.name not in (_SETTINGS, WEIGHTS)
-        and not (says_how and folder != folders[-1] and (entry.is_dir() or entry.name in _OF_THE_BASE))
+        and not (says_how and folder != folders[-1] and (entry.is_dir() or entry.name in USAGE))
     ]
-    with linked(entries, config) as together:
-        try:
-            yield together
-        except ModelLoadError as error:
-            raise ModelLoadError(str(error).replace(together, path)) from error
+    return linked(path, entries, config)
 
 
-def _settings(path: str, found: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(found.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{_SETTINGS} of {path!r} is not JSON: {error}") from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+def _checked(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an adapter. Raises ModelLoadError for those with which it cannot be added."""
+    if settings.get("peft_type") != "LORA":
         raise ModelLoadError(f"the adapter {path!r} is no LoRA; merge it into its base and name the result")
     otherwise = sorted(name for name, value in settings.items() if value and not OF_ADAPTERS.use_of(name))
     if settings.get("bias", "none") not in ("none", "all", "lora_only"):

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutput
 
+from maxsimd.engine.checkpoint.detect import ENCODER_DECODERS, answers_in_words, is_language_model
 from maxsimd.engine.checkpoint.encoders import SCORES, pooling_of, split_modules
-from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings, names_of
+from maxsimd.engine.checkpoint.files import CheckpointFiles, names_of
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead, TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task, is_causal
 from maxsimd.engine.checkpoint.reading import LibraryReader, TemplateReader
@@ -26,7 +27,6 @@ from maxsimd.engine.checkpoint.reference import (
     WordLogitsReference,
 )
 from maxsimd.engine.checkpoint.settings import (
-    Truncating,
     read_text_settings,
     set_activations,
     stated_activation,
@@ -47,18 +47,19 @@ def load_cross_encoder(
     path: str, files: CheckpointFiles, given: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which finds the activation that its authors meant."""
-    activation = stated_activation(path, files, options["trust_remote_code"])
+    activation = None if options["trust_remote_code"] else stated_activation(path, files)
     encoder = CrossEncoder(path, **options).eval()
     if activation is not None:
         encoder.activation_fn = activation
     if any(isinstance(module, Pooling) for module in encoder):
         return _scored_by_modules(path, files, encoder, given, options)
+    if is_language_model(files) or answers_in_words(files):
+        return _answering_in_words(path, encoder, given)
     model: Any = encoder.model
     if len(list(encoder)) > 1:
         names = ", ".join(type(module).__name__ for module in list(encoder)[1:])
         raise ModelLoadError(f"{path!r} has modules after its classifier that are not supported: {names}")
-    backbone = model.base_model
-    causal = is_causal(backbone)
+    causal = is_causal(model.base_model)
     # Classifiers of language models look at the last token, in whichever directions they read.
     is_last = causal or isinstance(model, GenericForSequenceClassification)
     pooling = "last" if is_last else getattr(model.config, "classifier_pooling", "cls")
@@ -68,8 +69,7 @@ def load_cross_encoder(
     labels = tuple(str(named.get(i, f"LABEL_{i}")) for i in range(model.config.num_labels))
     head = ClassifierHead(model)
     task = Task(pooling, head, len(labels), False, ClassifierReference(model, encoder.tokenizer))
-    return _parts(path, encoder, given, task, labels, model.config) | {
-        "backbone": backbone,
+    return _parts(path, encoder, given, model.base_model, task, labels) | {
         "causal": causal,
         "ending_pad_id": head.pad_id if head.passes_over_padding() else None,
     }
@@ -79,13 +79,21 @@ def _parts(
     path: str,
     encoder: CrossEncoder,
     given: ScoreTemplate | None,
+    backbone: Any,
     task: Task,
     labels: tuple[str, ...],
-    config: Any,
 ) -> dict[str, Any]:
-    template, prompt = _prompted(encoder, given or _template_of(encoder[0]))
-    sigmoid = len(labels) == 1 or config.problem_type == "multi_label_classification"
+    """The parts of a CrossEncoder save. Its default prompt is the instruction of the template where
+    sentence-transformers makes messages of a pair; else it stands before the query."""
+    transformer: Any = encoder[0]
+    template = given or _template_of(transformer)
+    prompt = encoder.prompts.get(encoder.default_prompt_name or "") or ""
+    if template is not None and "message" in transformer.modality_config:
+        template, prompt = replace(template, instruction=prompt or template.instruction), ""
+    sigmoid = len(labels) == 1 or transformer.config.problem_type == "multi_label_classification"
+    truncation = read_text_settings(path, transformer, in_pairs=True).truncation or "longest_first"
     return {
+        "backbone": backbone,
         "tokenizer": encoder.tokenizer,
         "tasks": {"classify": task},
         "score_task": "classify",
@@ -95,20 +103,12 @@ def _parts(
         "activation": encoder.activation_fn,
         "probabilities": torch.sigmoid if sigmoid else torch.nn.Softmax(dim=-1),
         "labels": labels,
-        "pairs": PairRules(_truncation_of(path, encoder[0]), template),
-        "reader": LibraryReader(encoder)
+        "pairs": PairRules(truncation, template),
+        # Of the output layer of a language model only the rows of its answers are left.
+        "reader": LibraryReader(encoder, can_score=not isinstance(task.reference, WordLogitsReference))
         if given is None or template is None
         else TemplateReader(encoder.tokenizer, template),
     }
-
-
-def _prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
-    """The template, with a CrossEncoder's default prompt as its instruction where sentence-transformers makes
-    messages of a pair; and else that prompt, which stands before the query."""
-    prompt = encoder.prompts.get(encoder.default_prompt_name) or ""
-    if template is None or "message" not in encoder[0].modality_config:
-        return template, prompt
-    return replace(template, instruction=prompt or template.instruction), ""
 
 
 def _scored_by_modules(
@@ -120,9 +120,7 @@ def _scored_by_modules(
 ) -> dict[str, Any]:
     """The parts of an encoder whose modules, the last a Dense, score the pooled vector of a pair."""
     modules = list(encoder)
-    set_activations(
-        path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
-    )
+    set_activations(path, files, modules, options)
     transformer, pooling, after = split_modules(path, modules)
     if not (after and isinstance(after[-1], Dense) and after[-1].module_output_name == SCORES):
         raise ModelLoadError(
@@ -136,12 +134,44 @@ def _scored_by_modules(
     reference = ModulesReference(modules, transformer.tokenizer, SCORES)
     head = ModuleHead(after, "sentence_embedding", SCORES)
     task = Task(pooling_of(pooling), head, columns, False, reference)
-    parts = _parts(path, encoder, given, task, labels, transformer.config)
-    return parts | {"backbone": transformer.auto_model}
+    return _parts(path, encoder, given, transformer.auto_model, task, labels)
 
 
-def _truncation_of(path: str, transformer: Any) -> Truncating:
-    return read_text_settings(path, transformer, in_pairs=True).truncation or "longest_first"
+def _answering_in_words(path: str, encoder: CrossEncoder, given: ScoreTemplate | None) -> dict[str, Any]:
+    """The parts of a language model whose answer a LogitScore scores."""
+    transformer, *after = list(encoder)
+    if len(after) != 1 or not isinstance(after[0], LogitScore):
+        names = ", ".join(type(module).__name__ for module in after) or "nothing"
+        raise ModelLoadError(f"{path!r} has {names} after its language model; a LogitScore is supported")
+    read, made = after[0].module_input_name, transformer.module_output_name
+    if read != made:
+        raise ModelLoadError(
+            f"the LogitScore of {path!r} sets module_input_name to {read!r}, and module_output_name in its "
+            f"sentence_bert_config.json is {made!r}; they must be the same"
+        )
+    words = [after[0].true_token_id]
+    if after[0].false_token_id is not None:
+        words.append(after[0].false_token_id)
+    if not all(type(each) is int and each >= 0 for each in words):
+        raise ModelLoadError(
+            f"the LogitScore of {path!r} has {words} as true_token_id and false_token_id; give token ids"
+        )
+    model = transformer.auto_model
+    task, label = _answer(model, transformer.tokenizer, words, "last")
+    parts = _parts(path, encoder, given, model.base_model, task, (label,))
+    if parts["pairs"].template is None:
+        raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
+    return with_pictures(path, transformer, parts)
+
+
+def _answer(model: Any, tokenizer: Any, words: list[int], pooling: str) -> tuple[Task, str]:
+    """The task of a language model whose answer is scored by one or two words, as token ids; and the first
+    word."""
+    names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
+    head = TokenLogitsHead(model, words, names)
+    # Last, because it leaves only the rows of the words in the model's output layer.
+    reference = WordLogitsReference(model, tokenizer, head.output)
+    return Task(pooling, head, 1, False, reference), names[0]
 
 
 def _template_of(transformer: Any) -> ScoreTemplate | None:
@@ -274,96 +304,75 @@ FAMILIES = {
 }
 
 
-def _load_saved(
-    path: str, files: CheckpointFiles, given: ScoreTemplate | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    activation = stated_activation(path, files, options["trust_remote_code"])
-    encoder = CrossEncoder(path, **options)
-    transformer, *after = list(encoder)
-    if len(after) != 1 or not isinstance(after[0], LogitScore):
-        names = ", ".join(type(module).__name__ for module in after) or "nothing"
-        raise ModelLoadError(f"{path!r} has {names} after its language model; a LogitScore is supported")
-    read, made = after[0].module_input_name, transformer.module_output_name
-    if read != made:
-        raise ModelLoadError(
-            f"the LogitScore of {path!r} sets module_input_name to {read!r}, and module_output_name in its "
-            f"sentence_bert_config.json is {made!r}; they must be the same"
-        )
-    words = [after[0].true_token_id]
-    if after[0].false_token_id is not None:
-        words.append(after[0].false_token_id)
-    if not all(type(each) is int and each >= 0 for each in words):
-        raise ModelLoadError(
-            f"the LogitScore of {path!r} has {words} as true_token_id and false_token_id; give token ids"
-        )
-    template, prompt = _prompted(encoder, given or _template_of(transformer))
-    if template is None:
-        raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
-    parts = _answering(transformer.auto_model, transformer.tokenizer, words) | {
-        "query": RoleRules(prompt),
-        "prompts": {name: each for name, each in encoder.prompts.items() if each},
-        "activation": activation or encoder.activation_fn,
-        "pairs": PairRules(_truncation_of(path, transformer), template),
-        "reader": LibraryReader(encoder, can_score=False)
-        if given is None
-        else TemplateReader(transformer.tokenizer, template),
-    }
-    return with_pictures(path, transformer, parts)
-
-
-def load_language_model(
+def load_answering(
     name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads a `*ForCausalLM` served as `name`: a `CrossEncoder` save by its own settings, a bare one by its
-    family's model card."""
-    if files.modules:
-        return _load_saved(path, files, template, options)
+    """Reads a bare `*ForCausalLM`, or an encoder-decoder to be scored as pygaggle's `MonoT5`. It is served as
+    `name`, and asked as the model card of its family says."""
     family = FAMILIES.get(files.architecture)
-    if family is None and template is None:
+    has_decoder = files.architecture in ENCODER_DECODERS
+    if template is None and family is None:
         raise ModelLoadError(
             f"{path!r} is a {files.architecture} and says neither how it is asked nor how it answers: "
             "give score_template, whose answers are taken to be yes and no, or name a model of a known "
             "family: " + ", ".join(family.example for family in FAMILIES.values())
         )
-    if family is not None and template is None:
-        if files.config.get("auto_map"):
-            raise ModelLoadError(
-                f"{path!r} comes with code of its own, which may ask and score otherwise than that of "
-                f"{family.example}; name a version with sentence-transformers' modules, or give "
-                f"score_template if it answers {family.answers}"
-            )
-        _say_family(name, files, family)
-    model, tokenizer = _read_bare(path, AutoModelForCausalLM, options)
-    if template is None:
-        assert family is not None
-        variables = special_tokens(tokenizer)
-        template = ScoreTemplate(family.segments, family.instruction, variables, source=family.example)
+    if template is None and family is not None and files.config.get("auto_map") and not has_decoder:
+        raise ModelLoadError(
+            f"{path!r} comes with code of its own, which may ask and score otherwise than that of "
+            f"{family.example}; name a version with sentence-transformers' modules, or give "
+            f"score_template if it answers {family.answers}"
+        )
+    kind = AutoModelForSeq2SeqLM if has_decoder else AutoModelForCausalLM
+    model, tokenizer = read_bare(path, kind, options, options["trust_remote_code"])
+    if has_decoder and model.config.decoder_start_token_id is None:
+        raise ModelLoadError(f"{path!r} has no decoder_start_token_id in its config; set it (T5's is 0)")
+    if family is not None and family.widest is not None and model.config.d_model > family.widest:
+        raise ModelLoadError(
+            f"{path!r} is wider than the rerankers that answer {family.answers}, such as {family.example}; "
+            "published ones of its size answer with other words, which are not served"
+        )
     words = ["yes", "no"] if family is None else family.words
-    return _answering(model, tokenizer, [_token_id(tokenizer, word, path) for word in words]) | {
-        "activation": torch.nn.Sigmoid() if family is None else family.activation,
-        "pairs": PairRules("only_second", template),
-        "reader": TemplateReader(tokenizer, template),
+    task, label = _answer(
+        model,
+        tokenizer,
+        [_token_id(tokenizer, word, path) for word in words],
+        "cls" if has_decoder else "last",
+    )
+    if template is None and family is not None:
+        _say_family(name, files, family)
+        leading, trailing = ids_around(tokenizer) if has_decoder else ((), ())
+        if leading:
+            raise ModelLoadError(f"the tokenizer of {path!r} puts tokens before a text; T5's do not")
+        said: dict[str, Any] = {"variables": special_tokens(tokenizer), "trailing_ids": trailing}
+        template = ScoreTemplate(family.segments, family.instruction, source=family.example, **said)
+    assert template is not None
+    backbone = AnsweringDecoder(model) if has_decoder else model.base_model
+    return parts_by_template(backbone, tokenizer, task, (label,), template) | {
+        "activation": torch.nn.Sigmoid() if family is None else family.activation
     }
 
 
-def _read_bare(path: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
+def read_bare(path: str, kind: Any, options: dict[str, Any], trusts_code: bool = False) -> tuple[Any, Any]:
+    """A model of transformers, on its device, and its tokenizer."""
+    common = {"revision": options["revision"], "trust_remote_code": trusts_code}
     tokenizer = AutoTokenizer.from_pretrained(path, **common)
     model = kind.from_pretrained(path, **common, **options["model_kwargs"])
     return model.to(options["device"]).eval(), tokenizer
 
 
-def _answering(model: Any, tokenizer: Any, words: list[int]) -> dict[str, Any]:
-    """The parts of a language model whose answer is scored by one or two words, as token ids."""
-    names = [str(name) for name in tokenizer.convert_ids_to_tokens(words)]
-    head = TokenLogitsHead(model, words, names)
-    reference = WordLogitsReference(model, tokenizer, head.output)
+def parts_by_template(
+    backbone: Any, tokenizer: Any, task: Task, labels: tuple[str, ...], template: ScoreTemplate
+) -> dict[str, Any]:
+    """The parts of a model that reads pairs as the template of its model card writes them."""
     return {
-        "backbone": model.base_model,
+        "backbone": backbone,
         "tokenizer": tokenizer,
-        "tasks": {"classify": Task("last", head, 1, False, reference)},
+        "tasks": {"classify": task},
         "score_task": "classify",
-        "labels": (names[0],),
+        "labels": labels,
+        "pairs": PairRules("only_second", template),
+        "reader": TemplateReader(tokenizer, template),
     }
 
 
@@ -455,43 +464,6 @@ class AnsweringDecoder(torch.nn.Module):
             states = feed_forward(states + attention.o(attended.flatten(1)[None]))
         decoded: torch.Tensor = self.decoder.final_layer_norm(states)[0]
         return decoded
-
-
-def load_encoder_decoder(
-    name: str, path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Reads a `T5ForConditionalGeneration` or `MT5ForConditionalGeneration`, to be scored as pygaggle's
-    `MonoT5`."""
-    family = FAMILIES[files.architecture]
-    model, tokenizer = _read_bare(path, AutoModelForSeq2SeqLM, options)
-    if model.config.decoder_start_token_id is None:
-        raise ModelLoadError(f"{path!r} has no decoder_start_token_id in its config; set it (T5's is 0)")
-    if family.widest is not None and model.config.d_model > family.widest:
-        raise ModelLoadError(
-            f"{path!r} is wider than the rerankers that answer {family.answers}, such as {family.example}; "
-            "published ones of its size answer with other words, which are not served"
-        )
-    if template is None:
-        _say_family(name, files, family)
-    words = [_token_id(tokenizer, word, path) for word in family.words]
-    if template is None:
-        leading, trailing = ids_around(tokenizer)
-        if leading:
-            raise ModelLoadError(f"the tokenizer of {path!r} puts tokens before a text; T5's do not")
-        template = ScoreTemplate(family.segments, trailing_ids=trailing, source=family.example)
-    # Before the reference, which leaves only the rows of the two words in the model's output layer.
-    head = TokenLogitsHead(model, words, family.words)
-    reference = WordLogitsReference(model, tokenizer, head.output)
-    return {
-        "backbone": AnsweringDecoder(model),
-        "tokenizer": tokenizer,
-        "tasks": {"classify": Task("cls", head, 1, False, reference)},
-        "score_task": "classify",
-        "activation": family.activation,
-        "labels": (family.true,),
-        "pairs": PairRules("only_second", template),
-        "reader": TemplateReader(tokenizer, template),
-    }
 
 
 def ids_around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -45,10 +45,7 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
     if isinstance(first, str) and (files.modules or not first.endswith(_HEADLESS)):
         return files
     folder = "" if files.config_at_root else f"{files.modules[0].get('path', '')}/"
-    try:
-        names = tensor_names(model, revision, folder)
-    except Exception:  # what is wrong with the weights is said where they are read
-        names = frozenset()
+    names = _readable_names(model, revision, folder)
     if isinstance(first, str) and not any(name.split(".")[0] in _HEADS for name in names):
         return files
     found = _class_of(files.config, names)
@@ -71,10 +68,14 @@ def _is_of_stanford(model: str, revision: str | None, files: CheckpointFiles) ->
         return False
     if find_file(model, "artifact.metadata", revision) is None:
         return False
+    return STANFORD_PROJECTION in _readable_names(model, revision)
+
+
+def _readable_names(model: str, revision: str | None, folder: str = "") -> frozenset[str]:
     try:
-        return STANFORD_PROJECTION in tensor_names(model, revision)
+        return tensor_names(model, revision, folder)
     except Exception:  # what is wrong with the weights is said where they are read
-        return False
+        return frozenset()
 
 
 def follow_stanford(files: CheckpointFiles) -> CheckpointFiles:

@@ -13,7 +13,7 @@ from sentence_transformers.sentence_transformer.modules import Dropout, LayerNor
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
 from maxsimd.engine.checkpoint.detect import STANFORD
-from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
+from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import FirstColumns, GivenRows, ModuleHead
 from maxsimd.engine.checkpoint.model import SPARSE_EMBED, Expansion, RoleRules, Task
 from maxsimd.engine.checkpoint.reading import LibraryReader, prompt_of_documents
@@ -34,15 +34,14 @@ from maxsimd.scheduler import Role
 
 # The names of pooled vectors, and of a CrossEncoder's output, in sentence-transformers.
 _POOLED, SCORES = "sentence_embedding", "scores"
+_TOKENS = "token_embeddings"
 _AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
 
 
 def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Reads a `SentenceTransformer` save or a plain transformers encoder, to be scored `late` or not."""
     model = SentenceTransformer(path, **options).eval()
-    set_activations(
-        path, list(model), module_settings(path, files, options["revision"]), options["trust_remote_code"]
-    )
+    set_activations(path, files, list(model), options)
     transformer, pooling, after = split_modules(path, list(model))
     if after and getattr(after[-1], "module_output_name", _POOLED) != _POOLED:
         made = after[-1].module_output_name
@@ -63,7 +62,11 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     tasks = {"embed": Task(pooling_of(pooling), head, dim, normalized, reference)}
     obstacle = _obstacle_at_token_level(transformer, after)
     if obstacle is None:
-        tasks["token_embed"] = _of_tokens(transformer, dense)
+        # A projection of sentence embeddings is for tokens, too, as sentence-transformers converts it.
+        projection = [copy.deepcopy(each) for each in dense]
+        for each in projection:
+            each.module_input_name = each.module_output_name = _TOKENS
+        tasks["token_embed"] = _of_tokens(transformer, [*projection, Normalize(_TOKENS)])
     elif late:
         raise ModelLoadError(f"{path!r} cannot use late interaction: {obstacle}; use score_type bi-encoder")
     parts = rules | {
@@ -78,28 +81,43 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
 
 
 def _rules(
-    path: str, model: Any, transformer: Any, looked_up: frozenset[Role] = frozenset(), **others: Any
+    path: str,
+    model: Any,
+    transformer: Any,
+    mask: MultiVectorMask | None = None,
+    looked_up: frozenset[Role] = frozenset(),
+    pool_prompt: bool = True,
 ) -> dict[str, Any]:
-    """The prompts, and the rules for texts in all roles. Texts that are `looked_up` have no length of their
-    own. Raises ModelLoadError for settings that are not supported."""
-    if transformer.query_expansion is not None:
+    """The prompts, and the rules for texts in all roles, for late interaction with a `mask`. Texts that are
+    `looked_up` have no length of their own. Raises ModelLoadError for settings that are not supported."""
+    tokenizer = transformer.tokenizer
+    if transformer.query_expansion is not None and mask is None:
         raise ModelLoadError(
             f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
             "remove it"
         )
     settings = read_text_settings(path, transformer)
-    own = {Role.QUERY: transformer.query_length, Role.DOCUMENT: transformer.document_length}
-    lengths = [None if role in looked_up else settings.length(length) for role, length in own.items()]
+    expansion, of_query = _expansion(transformer, settings)
+    own = {Role.QUERY: of_query, Role.DOCUMENT: settings.length(transformer.document_length)}
+    lengths: dict[Role, int | None] = {role: own[role] for role in own.keys() - looked_up}
+    expanded = None if expansion is None else expansion.length
+    lengths[Role.TEXT] = with_limit(tokenizer, *lengths.values(), expanded)
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     of_roles = {
-        "query": prompts.get("query", ""),
-        "document": prompt_of_documents(path, model.prompts),
-        "text": prompts.get(model.default_prompt_name or "", ""),
+        Role.QUERY: prompts.get("query", ""),
+        Role.DOCUMENT: prompt_of_documents(path, model.prompts),
+        Role.TEXT: prompts.get(model.default_prompt_name or "", ""),
     }
-    lengths.append(with_limit(transformer.tokenizer, *lengths))
     rules = {
-        name: RoleRules(prompt, max_tokens=length, pool_specials=Role(name) not in looked_up, **others)
-        for (name, prompt), length in zip(of_roles.items(), lengths, strict=True)
+        role.value: RoleRules(
+            prompt,
+            max_tokens=lengths.get(role),
+            expansion=expansion if role is Role.QUERY else None,
+            skipped_ids=None if mask is None else _skipped(mask, role, len(tokenizer)),
+            pool_prompt=pool_prompt,
+            pool_specials=role not in looked_up,
+        )
+        for role, prompt in of_roles.items()
     }
     return {"prompts": prompts, **rules}
 
@@ -158,25 +176,20 @@ def _obstacle_at_token_level(transformer: Any, after: list[Any]) -> str | None:
     return None
 
 
-def _of_tokens(transformer: Any, dense: list[Dense]) -> Task:
-    """A vector a token. A projection of sentence embeddings is applied to tokens as well, as
-    sentence-transformers converts it."""
-    projection = [copy.deepcopy(each) for each in dense]
-    for each in projection:
-        each.module_input_name = each.module_output_name = "token_embeddings"
-    modules = [*projection, Normalize("token_embeddings")]
+def _of_tokens(transformer: Any, modules: list[Any]) -> Task:
+    """A vector a token, made by modules that read and write token embeddings."""
+    dense = [module for module in modules if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
-    reference = ModulesReference([transformer, *modules], transformer.tokenizer, "token_embeddings")
-    return Task("all", ModuleHead(modules, "token_embeddings"), dim, True, reference)
+    head = ModuleHead(modules, _TOKENS)
+    reference = ModulesReference([transformer, *modules], transformer.tokenizer, _TOKENS)
+    return Task("all", head, dim, ends_normalized(modules), reference)
 
 
 def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which reads all three formats."""
     model = MultiVectorEncoder(path, **options).eval()
     modules = list(model)
-    set_activations(
-        path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
-    )
+    set_activations(path, files, modules, options)
     transformer, rest = modules[0], modules[1:]
     named = sum(str(module.get("type", "")).endswith("Dense") for module in files.modules)
     made = sum(isinstance(module, Dense) for module in rest)
@@ -186,7 +199,6 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
             f"{where} of {path!r} is for late interaction without a projection, and sentence-transformers "
             "would add a random one; download the whole checkpoint with its 1_Dense folder"
         )
-    settings = read_text_settings(path, transformer)
     refuse_modules_not_finite(path, rest)
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
     projection = [module for module in rest if isinstance(module, Dense | Normalize)]
@@ -197,37 +209,13 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
     if other:
         names = ", ".join(type(module).__name__ for module in other)
         raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
-    dense = [module for module in projection if isinstance(module, Dense)]
-    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
-    normalized = ends_normalized(projection)
     mask = masks[-1] if masks else MultiVectorMask()
-    tokenizer = transformer.tokenizer
-    head = ModuleHead(projection, "token_embeddings")
-    reference = ModulesReference([transformer, *projection], tokenizer, "token_embeddings")
-    skipped = _skipped(mask, "document", len(tokenizer))
-    query = _query_rules(
-        transformer, settings, model.prompts.get("query") or "", _skipped(mask, "query", len(tokenizer))
-    )
-    document_length = settings.length(transformer.document_length)
-    expanded = None if query.expansion is None else query.expansion.length
-    own_limit = with_limit(tokenizer, query.max_tokens, document_length, expanded)
-    parts = {
+    parts = _rules(path, model, transformer, mask) | {
         "backbone": transformer.auto_model,
-        "tokenizer": tokenizer,
-        "tasks": {"token_embed": Task("all", head, dim, normalized, reference)},
+        "tokenizer": transformer.tokenizer,
+        "tasks": {"token_embed": _of_tokens(transformer, projection)},
         "score_task": "token_embed",
-        "query": query,
-        "document": RoleRules(
-            prompt_of_documents(path, model.prompts), max_tokens=document_length, skipped_ids=skipped
-        ),
-        # sentence-transformers takes the skip list of documents for texts without a role.
-        "text": RoleRules(
-            model.prompts.get(model.default_prompt_name or "") or "",
-            max_tokens=own_limit,
-            skipped_ids=skipped,
-        ),
         "similarity": model.similarity_fn_name,
-        "prompts": {name: text for name, text in model.prompts.items() if text},
         "token_pooling": _token_pooling(poolings[0]) if poolings else None,
         "reader": LibraryReader(model, mask),
     }
@@ -240,22 +228,24 @@ def _token_pooling(pooling: HierarchicalTokenPooling) -> TokenPooling:
     return TokenPooling(pooling, frozenset(role for role, name in named.items() if pooling.applies_to(name)))
 
 
-def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.int64] | None:
+def _skipped(mask: MultiVectorMask, role: Role, vocabulary: int) -> NDArray[np.int64] | None:
     """The token ids of a role that take no part in scoring: those on the skip list and, if documents are
-    scored by certain tokens alone, all others."""
+    scored by certain tokens alone, all others. A text without a role counts as a document."""
+    task = "query" if role is Role.QUERY else "document"
     skipped = np.empty(0, dtype=np.int64)
-    if mask._skiplist_ids is not None and role in mask.skiplist_tasks:
+    if mask._skiplist_ids is not None and task in mask.skiplist_tasks:
         skipped = mask._skiplist_ids.numpy()
-    if role == "document" and mask.keep_only_token_ids:
+    if task == "document" and mask.keep_only_token_ids:
         others = np.setdiff1d(np.arange(vocabulary), mask.keep_only_token_ids)
         skipped = np.concatenate([skipped, others])
     return np.unique(skipped) if len(skipped) else None
 
 
-def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped: Any) -> RoleRules:
+def _expansion(transformer: Any, settings: TextSettings) -> tuple[Expansion | None, int | None]:
+    """How queries are expanded, and the most tokens of one."""
     said = transformer.query_expansion
     if said is None:
-        return RoleRules(prompt, max_tokens=settings.length(transformer.query_length), skipped_ids=skipped)
+        return None, settings.length(transformer.query_length)
     # PyLate pads with [MASK] for encoders and with the end-of-text token for decoders.
     tokenizer = transformer.tokenizer
     token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
@@ -265,8 +255,7 @@ def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped:
     fixed = said["strategy"] == "fixed" and settings.truncation is not None
     at_least = transformer.query_length and max(transformer.query_length, said["length"])
     longest = said["length"] if fixed else settings.length(at_least)
-    expansion = Expansion(said["length"], token_id, said["attend"], fixed)
-    return RoleRules(prompt, max_tokens=longest, expansion=expansion, skipped_ids=skipped)
+    return Expansion(said["length"], token_id, said["attend"], fixed), longest
 
 
 class MaskedWordsHead(torch.nn.Module, WordsHead):
@@ -297,11 +286,6 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
         weights = numbers.relu().log1p()
         return weights.log1p() if self._twice else weights
 
-    def look_up(self, weights: torch.Tensor, roles: frozenset[Role]) -> None:
-        """Looks texts in these roles up in `weights` [words] instead of reading them."""
-        self.static_weights = weights.detach().float().clone()
-        self.static_roles = roles
-
     def __str__(self) -> str:
         logarithm = "log(1 + log(1 + relu))" if self._twice else "log(1 + relu)"
         most = "" if self.most is None else f", at most {self.most}"
@@ -319,9 +303,6 @@ def _untie(model: Any, backbone: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in shared:
                 module._parameters[name] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
-
-
-_ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 
 def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +327,7 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
                 f"{path!r} has {len(static.weight)} static weights for {len(tokenizer)} tokens; some would "
                 "have none"
             )
-        head.look_up(static.weight, roles)
+        head.static_weights, head.static_roles = static.weight.detach().float().clone(), roles
     reference = ModulesReference([transformer, pooling], tokenizer, _POOLED)
     method, similarity = f"{pooling.pooling_strategy}-words", model.similarity_fn_name
     task = Task(method, head, COLUMNS, normalized=False, reference=reference, words=head.num_words)
@@ -370,7 +351,7 @@ def _taken_apart(path: str, modules: list[Any]) -> _Parts:
         return _splade(path, modules), None, frozenset()
     router = modules[0]
     routes = {name: list(route) for name, route in router.sub_modules.items()}
-    if router.route_mappings or routes.keys() != _ROLES.keys():
+    if router.route_mappings or routes.keys() != {"query", "document"}:
         names = ", ".join(routes)
         raise ModelLoadError(f"{path!r} has the routes {names}; supported are query and document, unmapped")
     looked_up = {name: route for name, route in routes.items() if isinstance(route[0], SparseStaticEmbedding)}
@@ -381,7 +362,7 @@ def _taken_apart(path: str, modules: list[Any]) -> _Parts:
         )
     name, (static,) = next(iter(looked_up.items()))
     other = next(other for other in routes if other != name)
-    roles = {_ROLES[name]}
+    roles = {Role(name)}
     # Texts that are said to be neither take the router's default.
     if router.default_route == name:
         roles.add(Role.TEXT)

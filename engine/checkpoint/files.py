@@ -9,13 +9,14 @@ import logging
 import os
 import posixpath
 import re
+import tempfile
 import threading
 import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -121,11 +122,6 @@ def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> 
     return [{"path": f"{prefix}{name}", "type": str(kind)} for name, kind in types.items()]
 
 
-def module_settings(model: str, files: CheckpointFiles, revision: str | None) -> list[dict[str, Any]]:
-    """The config.json of each of sentence-transformers' modules, in their order; {} for one without."""
-    return [read_object(model, f"{module['path']}/config.json", revision) or {} for module in files.modules]
-
-
 def find_file(model: str, name: str, revision: str | None) -> Path | None:
     """The path of a checkpoint's file on this machine, downloaded from the hub if necessary; None when the
     checkpoint has no such file.
@@ -176,6 +172,16 @@ def names_of(model: str, base: Any) -> str:
     title = re.search(r"^# .*", text, re.M)
     names = [*path.parts[-3:], str(base), title[0] if title else ""]
     return re.sub(r"[\W_]", "", " ".join(names).lower())
+
+
+@contextmanager
+def folder_for(model: str) -> Iterator[str]:
+    """A temporary folder from which a model is read. Errors that name it name the model instead."""
+    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+        try:
+            yield folder
+        except ModelLoadError as error:
+            raise ModelLoadError(str(error).replace(folder, model)) from error
 
 
 def one_line(error: BaseException) -> str:
@@ -262,9 +268,9 @@ class _Answer:
     """The hub's answer, valid until `until` (time.monotonic). `files` is None if the hub could not be asked,
     and `reason` says why."""
 
-    until: float
     files: frozenset[str] | None
     reason: str
+    until: float = field(default_factory=lambda: time.monotonic() + _REMEMBERED_SECONDS)
 
 
 _answers: dict[tuple[str, str, str | None], _Answer] = {}
@@ -323,20 +329,18 @@ def _ask(endpoint: str, model: str, revision: str | None) -> _Answer:
     with _lock:
         said = _answers.get(key)
         if said is None or time.monotonic() > said.until:
-            files, reason, seconds = _ask_now(endpoint, model, revision)
-            said = _answers[key] = _Answer(time.monotonic() + seconds, files, reason)
+            said = _answers[key] = _ask_now(endpoint, model, revision)
         return said
 
 
-def _ask_now(endpoint: str, model: str, revision: str | None) -> tuple[frozenset[str] | None, str, float]:
-    """The fields of `_Answer`, and the seconds for which they are valid."""
+def _ask_now(endpoint: str, model: str, revision: str | None) -> _Answer:
     global _went_offline
     from huggingface_hub import constants, errors
 
     if _went_offline and not os.environ.get("HF_HUB_OFFLINE"):
         constants.HF_HUB_OFFLINE = _went_offline = False
     if constants.HF_HUB_OFFLINE:
-        return None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)", _REMEMBERED_SECONDS
+        return _Answer(None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)")
     try:
         info = _info(model, revision)
     except (errors.GatedRepoError, errors.HFValidationError):
@@ -355,10 +359,10 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> tuple[frozenset
         what = "answers with an error" if isinstance(error, errors.HfHubHTTPError) else "cannot be reached"
         reason = f"{endpoint} {what} ({one_line(error)})"
         if not _is_cached(model, revision):
-            return None, reason, _REMEMBERED_SECONDS
+            return _Answer(None, reason)
         log.warning("%s; %s is read from the local cache. With offline=True no hub is asked", reason, model)
-        return None, reason, _REMEMBERED_CACHED_SECONDS
-    return frozenset(file.rfilename for file in info.siblings or ()), "", _REMEMBERED_SECONDS
+        return _Answer(None, reason, time.monotonic() + _REMEMBERED_CACHED_SECONDS)
+    return _Answer(frozenset(file.rfilename for file in info.siblings or ()), "")
 
 
 def _info(model: str, revision: str | None) -> "ModelInfo":
@@ -457,11 +461,13 @@ def local_folder(model: str, revision: str | None) -> Path | None:
 
 # First bytes of a file that Git LFS left in the place of another, and its greatest length.
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+# Files that say how a model is used.
+USAGE = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 # Files that are read wherever they are. A folder may hold others, which do no harm however they are.
 _ALWAYS_READ = frozenset(
     {
-        *("config.json", "modules.json", "router_config.json", "adapter_config.json", "artifact.metadata"),
-        *("config_sentence_transformers.json", "sentence_bert_config.json", "model.safetensors.index.json"),
+        *(*USAGE, "config.json", "router_config.json", "adapter_config.json", "artifact.metadata"),
+        "model.safetensors.index.json",
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
         *("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja"),
     }
@@ -480,7 +486,8 @@ def refuse_damaged_files(model: str) -> None:
         if Path(model).is_file():
             _check_file(model, Path(model), Path(model).name)
         elif Path(model).is_dir():
-            for name in _folders_read(Path(model)):
+            folders = {name for name, _ in modules_in(Path(model)) if Path(model, name).is_dir()}
+            for name in sorted({"", *folders}):
                 read = _ALWAYS_READ | _names_of_weights(Path(model, name))
                 for path in _files_in(Path(model, name)):
                     if path.name in read:
@@ -523,29 +530,25 @@ def _is_of_torch(path: Path) -> bool:
         return zipfile.is_zipfile(path) or file.read(1) == b"\x80"
 
 
-def _folders_read(folder: Path) -> Iterator[str]:
-    """The root, as "", and the folders that modules.json and router_config.json name, each once. Those files
-    are opened late, when the caller has checked them."""
-    yield ""
-    modules = _json_of(folder / "modules.json")
-    modules = modules if isinstance(modules, list) else []
-    paths = [each.get("path") for each in modules if isinstance(each, dict)]
-    named = dict.fromkeys(["", *(path for path in paths if isinstance(path, str))])
-    for parent in named:
-        if parent and (folder / parent).is_dir():
-            yield parent
-        routes = _json_of(folder / parent / "router_config.json")
+def modules_in(folder: Path) -> list[tuple[str, str]]:
+    """The folder and the type of each module that modules.json and the router_config.json of a Router name.
+    What is wrong with these files their loader reports."""
+    found = json_of(folder / "modules.json")
+    entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    modules = [(str(each.get("path") or ""), str(each.get("type", ""))) for each in entries]
+    for path, kind in list(modules):
+        routes = json_of(folder / path / "router_config.json") if kind.endswith("Router") else None
         types = routes.get("types") if isinstance(routes, dict) else None
-        for name in types if isinstance(types, dict) else ():
-            if (inner := str(Path(parent, name))) not in named and (folder / inner).is_dir():
-                yield inner
+        named = types.items() if isinstance(types, dict) else ()
+        modules += [(str(Path(path, name)), str(each)) for name, each in named]
+    return modules
 
 
-def _json_of(path: Path) -> Any:
-    """The parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
+def json_of(path: Path) -> Any:
+    """The parsed JSON of a file; None if it is missing or unreadable, which its loader reports."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
 
 

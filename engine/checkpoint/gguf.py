@@ -6,11 +6,10 @@ scripts, whose changes to names and weights are taken back here. The package ggu
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from maxsimd.engine.checkpoint.detect import says_both_ways
-from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files
+from maxsimd.engine.checkpoint.files import USAGE, CheckpointFiles, folder_for, read_files
 from maxsimd.engine.checkpoint.translate import write_modules
 from maxsimd.engine.checkpoint.weights import StoredWeights, some_of
 from maxsimd.engine.errors import ModelLoadError
@@ -35,8 +34,6 @@ _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 _MODULES = "modules.json"
 # A token of jina-reranker-v3, which ranks listwise.
 _OF_JINA = "<|rerank_token|>"
-# Files beside it that say how the model is used.
-_SAYING_HOW = (_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
 
 _PLAIN = ("F32", "F16", "BF16")
 # The kinds of blocks that tests prove to be read as llama.cpp's own definition has them.
@@ -60,6 +57,9 @@ class GgufFile:
         except Exception as error:
             raise ModelLoadError(f"{path} cannot be read as a GGUF file: {error}") from error
         self._unread = set(self._reader.fields)
+        tokens, kinds = (self.get(f"tokenizer.ggml.{key}") or () for key in ("tokens", "token_type"))
+        # Each token and its kind, as llama.cpp numbers kinds; none if the file lacks either.
+        self.tokens = list(zip(tokens, kinds, strict=True)) if len(tokens) == len(kinds) else []
         # The shape of each tensor by its name, in torch's order.
         self.shapes = {each.name: tuple(map(int, reversed(each.shape))) for each in self._reader.tensors}
         if int(self.get("split.count") or 1) > 1:
@@ -67,13 +67,11 @@ class GgufFile:
 
     def forget_tokenizer(self) -> None:
         """Frees what the reader holds of it, some hundred megabytes: all but `tokens`."""
-        log.debug("%s has %d tokens", self.path, len(self.tokens))
         for key in [key for key in self._reader.fields if key.startswith("tokenizer.ggml.")]:
             del self._reader.fields[key]
 
     def close(self) -> None:
-        del self._reader
-        self.__dict__.pop("tokens", None)
+        del self._reader, self.tokens
 
     def get(self, key: str) -> Any:
         self._unread.discard(key)
@@ -100,12 +98,6 @@ class GgufFile:
         unread = sorted(key for key in self._unread if key.startswith(f"{self.architecture}."))
         if unread:
             raise ModelLoadError(f"{self.path} sets {', '.join(unread)}, which is not supported")
-
-    @cached_property
-    def tokens(self) -> list[tuple[str, int]]:
-        """Each token and its kind, as llama.cpp numbers kinds; empty if the file lacks either."""
-        tokens, kinds = (self.get(f"tokenizer.ggml.{key}") or () for key in ("tokens", "token_type"))
-        return list(zip(tokens, kinds, strict=True)) if len(tokens) == len(kinds) else []
 
     @property
     def form(self) -> str:
@@ -352,13 +344,11 @@ def from_gguf(model: str, in_blocks: bool) -> Iterator[tuple[str, StoredWeights 
         yield model, None
         return
     file = GgufFile(path)
-    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+    with folder_for(model) as folder:
         stored = _lay_out(file, Path(folder), in_blocks)
         file.forget_tokenizer()
         try:
             yield folder, stored
-        except ModelLoadError as error:
-            raise ModelLoadError(str(error).replace(folder, model)) from error
         finally:
             file.close()
 
@@ -403,7 +393,7 @@ def _lay_out(file: GgufFile, folder: Path, in_blocks: bool) -> StoredWeights:
             raise ModelLoadError(
                 f"{source / _MODULES} has its transformer, or another module, in another folder"
             )
-        _link(source, folder, (*_SAYING_HOW, *filter(None, paths)))
+        _link(source, folder, (*USAGE, *filter(None, paths)))
     elif embeds:
         method = _POOLING[pooling]
         write_modules(folder, config["hidden_size"], method)

@@ -101,7 +101,7 @@ class ModuleHead:
         if len(self.modules) < len(ours):
             self.modules = [_FeatureModules(modules, feature, result)]
         for module in self.modules:
-            module.float()
+            module.float().eval()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         for module in self.modules:

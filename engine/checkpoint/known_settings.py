@@ -17,7 +17,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from maxsimd.engine.checkpoint.files import INSTRUCTORS, local_folder, names_of
+from maxsimd.engine.checkpoint.files import (
+    INSTRUCTORS,
+    USAGE,
+    json_of,
+    local_folder,
+    modules_in,
+    names_of,
+)
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 
@@ -380,62 +387,43 @@ def _files_with_known_keys(
     if folder is None:
         return
     yield from _files_of_base(folder, trust_remote_code)
-    modules = _read(folder / "modules.json")
-    modules = modules if isinstance(modules, list) else []
-    named = [(str(each.get("path") or ""), _kind_of(each)) for each in modules if isinstance(each, dict)]
-    for path, kind in list(named):
-        routes = _read(folder / path / "router_config.json") if kind == "Router" else None
-        types = routes.get("types") if isinstance(routes, dict) else None
-        if isinstance(types, dict):
-            named += [(str(Path(path) / name), _kind_of({"type": each})) for name, each in types.items()]
-    for i, each in enumerate(modules):
+    modules = json_of(folder / "modules.json")
+    for i, each in enumerate(modules if isinstance(modules, list) else []):
         if isinstance(each, dict) and "sentence_transformers." in str(each.get("type")):
             yield f"modules.json (module {i})", each, ENTRIES
+    named = [(path, kind.rpartition(".")[2]) for path, kind in modules_in(folder)]
     is_gguf = Path(model).is_file() or (not any(folder.glob("*.safetensors")) and any(folder.glob("*.gguf")))
     # The transformer's files are at the root or in the folder of a module.
     roots = dict.fromkeys(["", *(path for path, kind in named if kind not in MODULES)])
     for root in roots:
         for name, known in FILES.items():
-            if isinstance(said := _read(folder / root / name), dict):
+            if isinstance(said := json_of(folder / root / name), dict):
                 yield str(Path(root) / name), said, known
-        config = None if is_gguf else _read(folder / root / "config.json")
+        config = None if is_gguf else json_of(folder / root / "config.json")
         # jina-reranker-v2's has no type, and is read by its other keys.
         if not isinstance(config, dict) or {"model_type", "architectures"}.isdisjoint(config):
             continue
         if (known_of_config := known_keys_of(config, trust_remote_code)) is not None:
             yield str(Path(root) / "config.json"), config, known_of_config
     for path, kind in named:
-        if kind in MODULES and path and isinstance(said := _read(folder / path / "config.json"), dict):
+        if kind in MODULES and path and isinstance(said := json_of(folder / path / "config.json"), dict):
             yield f"{path}/config.json", said, MODULES[kind]
 
 
 def _files_of_base(folder: Path, trust_remote_code: bool) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
     """The files of the base of an adapter, without those that the adapter has too."""
-    adapter = _read(folder / "adapter_config.json")
+    adapter = json_of(folder / "adapter_config.json")
     base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
     if not isinstance(base, str) or any(folder.glob("model*.safetensors*")):
         return
     try:
         for name, said, known in _files_with_known_keys(base, adapter.get("revision"), trust_remote_code):
             # An adapter with a modules.json says how the model is used.
-            usage = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
-            of_modules = name.startswith(usage) or name.endswith("/config.json")
+            of_modules = name.startswith(USAGE) or name.endswith("/config.json")
             if not (folder / name).exists() and not (of_modules and (folder / "modules.json").exists()):
                 yield f"{name} of its base", said, known
     except ModelLoadError:  # the reader of adapters says best why there is no such base
         return
-
-
-def _kind_of(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("type", "")).rpartition(".")[2]
-
-
-def _read(path: Path) -> Any:
-    """Returns the parsed JSON of a file; None if it is missing or unreadable, which its loader reports."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) -> Known | None:

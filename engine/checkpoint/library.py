@@ -12,15 +12,10 @@ import transformers
 from huggingface_hub import constants as hub_constants
 from huggingface_hub.utils import logging as hub_logging
 from transformers import CONFIG_MAPPING
-from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
 from maxsimd.engine.checkpoint.adapters import Adapter, with_base
-from maxsimd.engine.checkpoint.cross_encoder import (
-    load_cross_encoder,
-    load_encoder_decoder,
-    load_language_model,
-)
+from maxsimd.engine.checkpoint.cross_encoder import load_answering, load_cross_encoder
 from maxsimd.engine.checkpoint.detect import (
     ENCODER_DECODERS,
     JINA_M0,
@@ -94,9 +89,6 @@ from maxsimd.engine.models import registered  # noqa: F401 (transformers learns 
 from maxsimd.engine.models.lfm2 import replace_short_convolutions
 
 log = logging.getLogger(__name__)
-# The first parts of the names of tensors that are read apart from the backbone, by architecture: the
-# projections of ColBERT and of the listwise model.
-_READ_APART = {STANFORD: frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
 # The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
 _PROJECTION = "custom_text_proj"
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
@@ -217,11 +209,11 @@ def _reason(path: str, files: CheckpointFiles, revision: str | None, error: Exce
 
 
 def _read_apart(files: CheckpointFiles) -> frozenset[str]:
-    if files.architecture in COLPALI_ENGINE:
-        return frozenset({_PROJECTION})
-    if files.config_at_root and has_projection(files.config):
-        return frozenset({"linear"})
-    return _READ_APART.get(files.architecture, frozenset())
+    """The first parts of the names of tensors that are read apart from the backbone: of projections."""
+    named = {STANFORD: "linear", LISTWISE: "projector"} | dict.fromkeys(COLPALI_ENGINE, _PROJECTION)
+    is_projected = files.config_at_root and has_projection(files.config)
+    found = "linear" if is_projected else named.get(files.architecture)
+    return frozenset() if found is None else frozenset({found})
 
 
 def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: Any) -> None:
@@ -251,7 +243,6 @@ def _load_parts(
         return load_listwise(path, options)
     if score_type is ScoreType.CROSS_ENCODER:
         template = score_template(config)
-        name = config.model or path
         if files.architecture == LLAMA_RERANKER:
             return load_bidirectional_reranker(path, files, template, options)
         if files.architecture in LAYERWISE:
@@ -259,12 +250,10 @@ def _load_parts(
         if files.architecture == JINA_M0:
             with by_pillow(path, files, options) as with_pillow:
                 return load_jina_m0(path, template, with_pillow)
-        if files.architecture in ENCODER_DECODERS:
-            return load_encoder_decoder(name, path, files, template, options)
-        if (is_language_model(files) or answers_in_words(files)) and not scores_pooled(files):
-            with by_pillow(path, files, options) as with_pillow:
-                return load_language_model(name, path, files, template, with_pillow)
-        return load_cross_encoder(path, files, template, options)
+        if not files.modules and (is_language_model(files) or files.architecture in ENCODER_DECODERS):
+            return load_answering(config.model or path, path, files, template, options)
+        with by_pillow(path, files, options) as with_pillow:
+            return load_cross_encoder(path, files, template, with_pillow)
     if score_type is ScoreType.SPARSE and weighs_words(files):
         if not files.modules and find_file(path, "idf.json", config.revision) is not None:
             log.warning(
@@ -299,17 +288,17 @@ def _complete(
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
         kind = type(parts["tokenizer"]).__name__
         raise ModelLoadError(f"the tokenizer, a {kind}, is not a fast one; save a tokenizer.json beside it")
-    offset = parts["position_offset"] if "position_offset" in parts else position_offset(backbone)
-    longest = max_tokens(backbone.config, parts["tokenizer"], offset)
+    if "position_offset" not in parts:
+        parts["position_offset"] = position_offset(backbone)
+    if "causal" not in parts:
+        parts["causal"] = is_causal(backbone)
+    longest = max_tokens(backbone.config, parts["tokenizer"], parts["position_offset"])
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
     template = parts["pairs"].template if "pairs" in parts else None
     # A pair that a model card's template joins loses the end of the document, as in TemplateReader.
     follows_tokenizer = template is None or template.by_messages
     cuts_left = follows_tokenizer and parts["tokenizer"].truncation_side == "left"
-    found: dict[str, Any] = {"position_offset": offset}
-    if "causal" not in parts:
-        found["causal"] = is_causal(backbone)
     return LoadedModel(
         name=config.model or EMBEDDED_MODEL,
         score_type=score_type,
@@ -319,7 +308,7 @@ def _complete(
         architecture=files.architecture,
         file_dtype=next(backbone.parameters()).dtype,
         truncation_side="left" if cuts_left else "right",
-        **found | parts,
+        **parts,
     )
 
 
@@ -420,8 +409,8 @@ def refuse_unsupported(
     has_own_code = trust_remote_code and "auto_map" in files.config
     # Other keys tell the type of some published checkpoints with code of their own.
     if not kind and not runs_as(files) and not has_own_code:
-        likely = _type_of(files.architecture)
-        add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
+        likely = getattr(getattr(transformers, files.architecture, None), "config_class", None)
+        add = f'add "model_type": "{likely.model_type}"' if likely else "add that of its architecture"
         raise ModelLoadError(f"config.json of {model!r} has no model_type; {add}, or download it again")
     if is_visual(files) and files.architecture not in RETRIEVAL:
         raise ModelLoadError(
@@ -440,8 +429,7 @@ def refuse_unsupported(
             f"{model!r} is a {kind} without a prompt format and a pooling; name a "
             "version with sentence-transformers' modules"
         )
-    is_retrained = files.config_at_root and language_model_translation(files.config) is not None
-    if not trust_remote_code and not is_retrained and runs_as(files) not in CONFIG_MAPPING:
+    if not trust_remote_code and runs_as(files) not in CONFIG_MAPPING:
         raise ModelLoadError(_unknown_type(model, files))
     read_apart = files.architecture in (LISTWISE, JINA_M0, STANFORD) or is_visual(files)
     if format_of(model, files) is not None and read_apart:
@@ -460,16 +448,6 @@ def refuse_unsupported(
             "say how its states are pooled; name a version with sentence-transformers' modules"
         )
     _refuse_score_type(model, files, score_type)
-
-
-def _type_of(architecture: str) -> str | None:
-    """The type of model that an architecture is of in transformers."""
-    for name, mapping in vars(modeling_auto).items():
-        if name.endswith("_MAPPING_NAMES"):
-            for kind, named in mapping.items():
-                if architecture in (named if isinstance(named, list | tuple) else (named,)):
-                    return str(kind)
-    return None
 
 
 def _unknown_type(model: str, files: CheckpointFiles) -> str:

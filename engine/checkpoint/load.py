@@ -6,9 +6,12 @@ what they made of it, later starts build the model from that, without importing 
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from maxsimd.engine.checkpoint.detect import COST_WISE, LAYERWISE
@@ -26,7 +29,7 @@ from maxsimd.engine.checkpoint.known_settings import check_settings
 from maxsimd.engine.checkpoint.model import LoadedModel, token_rows
 from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
-from maxsimd.engine.checkpoint.recipe_store import find_recipe, source_of, store_recipe
+from maxsimd.engine.checkpoint.recipe_store import find_recipe, keep, source_of
 from maxsimd.engine.checkpoint.stages import LOADING
 from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
@@ -43,30 +46,36 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
     `recheck` the model is read by the libraries and compared even if that has been done before. Raises
     ModelLoadError when there is no such model or it is of no supported kind.
     """
-    with LOADING:
-        name = EMBEDDED_MODEL if config.model is None else config.model
-        try:
-            path = Path(embedded_model_path() if config.model is None else name)
-            if config.offline:
-                stay_offline()
-                check_digests(path.parent if path.is_file() else path)
-            if config.model is not None:
-                refuse_damaged_files(name)
-            # Files of the hub may not be here before the model is read.
-            unknown = check_settings(config) if path.exists() else ()
-            model = _with_token_rows(configured(_read(config, device, recheck), config))
-            if not path.exists():
-                unknown = check_settings(config)
-                if model.score_type is ScoreType.BI_ENCODER:
-                    warn_of_unknown_modules(name, config.revision)
-            for line in unknown:
-                log.warning("%s has unknown keys in %s; they may have no effect", name, line)
-            model = replace(model, unknown_keys=unknown)
-            return replace(model, fingerprint=identity_of(model))
-        except ModelLoadError:
-            raise
-        except Exception as error:
-            raise damage_of(name) or ModelLoadError(f"cannot load {name!r}: {one_line(error)}") from error
+    name = EMBEDDED_MODEL if config.model is None else config.model
+    with LOADING, _naming(name):
+        path = Path(embedded_model_path() if config.model is None else name)
+        if config.offline:
+            stay_offline()
+            check_digests(path.parent if path.is_file() else path)
+        if config.model is not None:
+            refuse_damaged_files(name)
+        # Files of the hub may not be here before the model is read.
+        unknown = check_settings(config) if path.exists() else ()
+        model = _with_token_rows(configured(_read(config, device, recheck), config))
+        if not path.exists():
+            unknown = check_settings(config)
+            if model.score_type is ScoreType.BI_ENCODER:
+                warn_of_unknown_modules(name, config.revision)
+        for line in unknown:
+            log.warning("%s has unknown keys in %s; they may have no effect", name, line)
+        model = replace(model, unknown_keys=unknown)
+        return replace(model, fingerprint=identity_of(model))
+
+
+@contextmanager
+def _naming(model: str) -> Iterator[None]:
+    """Turns errors of libraries into a ModelLoadError that names the model."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise damage_of(model) or ModelLoadError(f"cannot load {model!r}: {one_line(error)}") from error
 
 
 def library_reader(config: EngineConfig) -> Reader:
@@ -74,14 +83,8 @@ def library_reader(config: EngineConfig) -> Reader:
     ModelLoadError."""
     from maxsimd.engine.checkpoint.library import read_with_libraries
 
-    with LOADING:
-        try:
-            reader = read_with_libraries(config, torch.device("cpu")).reader
-        except ModelLoadError:
-            raise
-        except Exception as error:
-            name = config.model or EMBEDDED_MODEL
-            raise ModelLoadError(f"cannot load {name!r}: {one_line(error)}") from error
+    with LOADING, _naming(config.model or EMBEDDED_MODEL):
+        reader = read_with_libraries(config, torch.device("cpu")).reader
     assert reader is not None
     return reader
 
@@ -114,7 +117,7 @@ def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedMo
         log.debug("%s is loaded with transformers at each start: %s", source.name, error)
         return model
     log.debug("compared with the libraries: %s", recipe.proof)
-    store_recipe(source, recipe)
+    keep(f"{source.key}.json", msgspec.json.encode(recipe))
     return replace(made, compared=recipe.proof, reader=model.reader)
 
 

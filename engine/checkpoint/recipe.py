@@ -29,6 +29,7 @@ from maxsimd.engine.checkpoint.heads import (
     LayerNorm,
     ModuleHead,
     Normalize,
+    linear_of,
 )
 from maxsimd.engine.checkpoint.model import (
     Expansion,
@@ -124,7 +125,6 @@ class ModuleRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     activation: str = ""
     use_residual: bool = False
     eps: float = 0.0
-    shapes: dict[str, tuple[int, ...]] = {}
     tensors: dict[str, TensorPlace] = {}
 
 
@@ -194,8 +194,8 @@ def make_recipe(
     `module_folders` are sentence-transformers' modules in their order: the kind and the folder of each.
     Raises UnfitError for a model that a recipe cannot describe, or that differs in any way from what the
     recipe builds."""
-    recipe = _described(model, folder, module_folders)
-    made = _assembled(recipe, folder, _shared_tensors(model, recipe), model.name)
+    recipe, tensors = _described(model, folder, module_folders)
+    made = _assembled(recipe, folder, tensors, model.name)
     _refuse_difference(made, model)
     return msgspec.structs.replace(recipe, proof=_proof(made, model)), made
 
@@ -227,7 +227,10 @@ def build(recipe: Recipe, folder: Path, device: torch.device, name: str) -> Load
 # From the libraries' model to a recipe.
 
 
-def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]) -> Recipe:
+def _described(
+    model: LoadedModel, folder: Path, module_folders: Sequence[tuple[str, str]]
+) -> tuple[Recipe, dict[str, torch.Tensor]]:
+    """The recipe, not proven yet, and the tensors of the libraries' model by the recipe's keys."""
     backbone: Any = model.backbone
     if type(backbone).__module__.split(".")[:2] != ["transformers", "models"]:
         raise UnfitError(f"{type(backbone).__name__} is not transformers' own class")
@@ -248,16 +251,18 @@ def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[
     wanted = dict(whole.named_parameters())
     if classifier is None and not has_pooler:
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith("pooler.")}
+    tensors = {_BACKBONE + name: tensor for name, tensor in wanted.items()}
+    tasks = {name: _task(name, task, stored, module_folders, tensors) for name, task in model.tasks.items()}
     text, text_file = _tokenizer_json(model.tokenizer, folder)
     alike: dict[str, Any] = {name: getattr(model, name) for name in _ALIKE}
     alike |= {role: _role(getattr(model, role)) for role in _ROLES}
-    return Recipe(
+    recipe = Recipe(
         encoder=config,
         dtype=str(model.file_dtype).removeprefix("torch."),
         is_classifier=classifier is not None,
         has_pooler=has_pooler,
         tensors={name: stored.place_of(name, tensor) for name, tensor in wanted.items()},
-        tasks={name: _task(task, stored, module_folders) for name, task in model.tasks.items()},
+        tasks=tasks,
         tokenizer=TokenizerFacts(
             tuple(model.tokenizer.model_input_names),
             int(model.tokenizer.model_max_length),
@@ -271,6 +276,7 @@ def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[
         truncation=model.pairs.truncation,
         **alike,
     )
+    return recipe, tensors
 
 
 def _classifier_of(model: LoadedModel) -> Any:
@@ -339,38 +345,40 @@ class _StoredTensors:
                     yield TensorPlace(file, each)
 
 
-def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str, str]]) -> TaskRecipe:
+def _task(
+    key: str,
+    task: Task,
+    stored: _StoredTensors,
+    module_folders: Sequence[tuple[str, str]],
+    tensors: dict[str, torch.Tensor],
+) -> TaskRecipe:
+    """The recipe of a task; adds the tensors of its head."""
     if isinstance(task.head, ClassifierHead):
         return TaskRecipe(task.pooling, task.dim, task.normalized, None)
-    head, columns = _whole_head(task)
+    head: Any = task.head
+    columns = head.dimensions if isinstance(head, FirstColumns) and not head.normalized else None
+    head = head if columns is None else head.inner
     if type(head) is not ModuleHead or task.words is not None:
         raise UnfitError("its head is of another kind")
     folders = {kind: iter([path for each, path in module_folders if each == kind]) for kind in _WITH_WEIGHTS}
     modules = []
-    for module in head.modules:
+    for i, module in enumerate(head.modules):
         if type(module).__name__ not in _MODULES:
             raise UnfitError(f"{type(module).__name__} is of another kind")
-        tensors = dict(module.named_parameters())
+        own = dict(module.named_parameters())
+        tensors |= {f"{key}.{i}.{name}": tensor for name, tensor in own.items()}
         # Stanford's ColBERT has its projection among the weights of the encoder, and names no modules.
-        within = next(folders[type(module).__name__], None) if tensors else None
+        within = next(folders[type(module).__name__], None) if own else None
         modules.append(
             ModuleRecipe(
                 kind=type(module).__name__,
                 activation=_plain_name(module.activation_function) if isinstance(module, Dense) else "",
                 use_residual=isinstance(module, Dense) and module.use_residual,
                 eps=module.norm.eps if isinstance(module, LayerNorm) else 0.0,
-                shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
-                tensors={name: stored.place_of(name, tensor, within) for name, tensor in tensors.items()},
+                tensors={name: stored.place_of(name, tensor, within) for name, tensor in own.items()},
             )
         )
     return TaskRecipe(task.pooling, task.dim, task.normalized, tuple(modules), columns)
-
-
-def _whole_head(task: Task) -> tuple[Any, int | None]:
-    """The head of a task, and how many of its columns the task has, if not all."""
-    if isinstance(task.head, FirstColumns) and not task.head.normalized:
-        return task.head.inner, task.head.dimensions
-    return task.head, None
 
 
 def _plain_name(module: Any) -> str:
@@ -404,19 +412,6 @@ def _stated(backend: Tokenizer) -> str:
 
 
 # From a recipe to a model.
-
-
-def _shared_tensors(model: LoadedModel, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The tensors of the libraries' model, by the keys of the recipe's."""
-    classifier = _classifier_of(model)
-    named = dict((model.backbone if classifier is None else classifier).named_parameters())
-    tensors = {_BACKBONE + name: named[name] for name in recipe.tensors}
-    for name, task in model.tasks.items():
-        head, _ = _whole_head(task)
-        if isinstance(head, ModuleHead):
-            for i, module in enumerate(head.modules):
-                tensors |= {f"{name}.{i}.{each}": tensor for each, tensor in module.named_parameters()}
-    return tensors
 
 
 def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor], name: str) -> LoadedModel:
@@ -472,22 +467,21 @@ def _assembled_task(
 
 
 def _module(recipe: ModuleRecipe, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    def linear(name: str) -> nn.Linear:
-        outputs, inputs = recipe.shapes[f"{name}.weight"]
-        return nn.Linear(inputs, outputs, bias=f"{name}.bias" in recipe.shapes)
-
-    with torch.device("meta"):
-        match recipe.kind:
-            case "Dense":
-                residual = linear("residual") if "residual.weight" in recipe.shapes else None
-                activation = _PLAIN[recipe.activation]()
-                made: nn.Module = Dense(linear("linear"), activation, recipe.use_residual, residual)
-            case "LayerNorm":
-                made = LayerNorm(nn.LayerNorm(recipe.shapes["norm.weight"], eps=recipe.eps))
-            case kind:
-                made = {"Normalize": Normalize, "Identity": nn.Identity}[kind]()
-    made.load_state_dict(tensors, assign=True)
-    return made.eval().requires_grad_(False)
+    match recipe.kind:
+        case "Dense":
+            residual = tensors.get("residual.weight")
+            return Dense(
+                linear_of(tensors["linear.weight"], tensors.get("linear.bias")),
+                _PLAIN[recipe.activation](),
+                recipe.use_residual,
+                None if residual is None else linear_of(residual, tensors.get("residual.bias")),
+            )
+        case "LayerNorm":
+            norm = nn.LayerNorm(tensors["norm.weight"].shape, eps=recipe.eps)
+            norm.load_state_dict(_under(tensors, "norm."), assign=True)
+            return LayerNorm(norm.requires_grad_(False))
+        case kind:
+            return {"Normalize": Normalize, "Identity": nn.Identity}[kind]()
 
 
 def _rules(recipe: RoleRecipe) -> RoleRules:

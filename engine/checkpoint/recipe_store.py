@@ -124,11 +124,6 @@ def find_recipe(source: Source) -> Recipe | None:
         return None
 
 
-def store_recipe(source: Source, recipe: Recipe) -> None:
-    """Keeps a recipe for the next start. That it cannot be kept is no failure."""
-    keep(f"{source.key}.json", msgspec.json.encode(recipe))
-
-
 def texts_content(config: EngineConfig) -> str | None:
     """The digest of all that decides how the texts of requests are read, except for our own code: the files
     of the checkpoint except for its weights, the libraries' versions and the options that change texts or

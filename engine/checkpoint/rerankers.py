@@ -10,27 +10,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoProcessor,
-    AutoTokenizer,
-    LlamaForSequenceClassification,
-    Qwen2VLModel,
-    Qwen3Model,
-)
+from transformers import AutoModel, AutoProcessor, LlamaForSequenceClassification, Qwen2VLModel, Qwen3Model
 
-from maxsimd.engine.checkpoint.cross_encoder import FAMILIES, ids_around, special_tokens
+from maxsimd.engine.checkpoint.cross_encoder import (
+    FAMILIES,
+    ids_around,
+    parts_by_template,
+    read_bare,
+    special_tokens,
+)
 from maxsimd.engine.checkpoint.detect import COST_WISE
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import capped, linear_of
-from maxsimd.engine.checkpoint.model import Compression, ListwiseRules, PairRules, Task
-from maxsimd.engine.checkpoint.reading import TemplateReader, TokenizerReader
+from maxsimd.engine.checkpoint.model import Compression, ListwiseRules, Task
+from maxsimd.engine.checkpoint.reading import TokenizerReader
 from maxsimd.engine.checkpoint.reference import StatesReference
+from maxsimd.engine.checkpoint.settings import stated_activation
 from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.checkpoint.translate import POOLING
 from maxsimd.engine.checkpoint.visual_loaders import PICTURE, PictureInputs, for_pictures_alone, vision_of
-from maxsimd.engine.checkpoint.weights import read_tensors, refuse_not_finite
+from maxsimd.engine.checkpoint.weights import read_tensors
 from maxsimd.engine.config import EngineConfig, compress_layers_of
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.gemma2 import CompressingGemma2
@@ -59,10 +58,8 @@ def load_layerwise(
             f"cutoff_layer={layer}: this model has scores behind the layers {layers.start} to {last}{every}"
         )
     compression = _compression(config, last, layer) if is_gemma else None
-    common = {"revision": options["revision"], "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(path, **common)
     kind = AutoModel if compression is None else CompressingGemma2
-    backbone = kind.from_pretrained(path, **common, **options["model_kwargs"])
+    backbone, tokenizer = read_bare(path, kind, options | {"device": "cpu"})
     backbone.layers = backbone.layers[:layer]
     backbone.config.num_hidden_layers = layer
     if compression is not None:
@@ -71,23 +68,15 @@ def load_layerwise(
         backbone.config.compress_layers = list(compression.layers)
     if kinds := getattr(backbone.config, "layer_types", None):
         backbone.config.layer_types = list(kinds[:layer])
-    backbone = backbone.to(options["device"]).eval()
+    backbone = backbone.to(options["device"])
     head = _head(path, files.config, is_gemma, layer).to(options["device"])
     family = FAMILIES["GemmaForCausalLM"]
     instruction = _PREDICT if is_gemma else family.instruction
     template = template or ScoreTemplate(family.segments, instruction, special_tokens(tokenizer))
     template = replace(template, marks_document=compression is not None)
-    reference = StatesReference(backbone, tokenizer, head, "last")
-    return {
-        "backbone": backbone,
-        "tokenizer": tokenizer,
-        "tasks": {"classify": Task("last", head, 1, False, reference)},
-        "score_task": "classify",
-        "labels": ("LABEL_0",),
-        "pairs": PairRules("only_second", template),
-        "compression": compression,
-        "reader": TemplateReader(tokenizer, template),
-    }
+    task = Task("last", head, 1, False, StatesReference(backbone, tokenizer, head, "last"))
+    parts = parts_by_template(backbone, tokenizer, task, ("LABEL_0",), template)
+    return parts | {"compression": compression}
 
 
 def _compression(config: EngineConfig, last: int, cutoff: int) -> Compression | None:
@@ -145,7 +134,6 @@ def _head(path: str, config: Mapping[str, Any], is_gemma: bool, layer: int) -> "
             raise ModelLoadError(
                 f"{path!r} has lm_head.{name} {list(tensor.shape)} in place of [1, {hidden}]"
             )
-    refuse_not_finite(path, [(f"lm_head.{name}", tensor) for name, tensor in tensors.items()])
     # FlagEmbedding counts the scores by the layers asked for: for a single one of Gemma2 it takes the first.
     weight = tensors[names[0 if is_gemma else layers.index(layer)]]
     softcap = config.get("final_logit_softcapping") if is_gemma else None
@@ -182,10 +170,7 @@ def load_bidirectional_reranker(
     """Reads the checkpoint, whose config is in transformers' terms at `path` and as published in `files`."""
     if files.modules:
         raise ModelLoadError(f"{path!r} has modules beside its classifier, which are not read; remove them")
-    common = {"revision": options["revision"], "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(path, **common)
-    model = LlamaForSequenceClassification.from_pretrained(path, **common, **options["model_kwargs"])
-    model = model.to(options["device"]).eval()
+    model, tokenizer = read_bare(path, LlamaForSequenceClassification, options)
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     temperature = float(files.config.get("temperature") or 1.0)
     divided = "" if temperature == 1 else f", divided by {temperature:g}"
@@ -196,29 +181,15 @@ def load_bidirectional_reranker(
     segments = (f"{{{{ {leading!r} }}}}", _QUESTION) if leading else (_QUESTION,)
     pooling = MODES[POOLING[files.config.get("pooling", "avg")]]
     reference = StatesReference(model.model, tokenizer, head, pooling)
-    return {
-        "backbone": model.model,
-        "tokenizer": tokenizer,
-        "tasks": {"classify": Task(pooling, head, len(labels), False, reference)},
-        "score_task": "classify",
-        "activation": _activation(path, files),
-        "labels": labels,
+    task = Task(pooling, head, len(labels), False, reference)
+    used = template or ScoreTemplate(segments, trailing_ids=trailing_ids)
+    parts = parts_by_template(model.model, tokenizer, task, labels, used) | {
+        "activation": stated_activation(path, files) or torch.nn.Identity(),
         "probabilities": torch.sigmoid if len(labels) == 1 else torch.nn.Softmax(dim=-1),
-        "pairs": PairRules("only_second", template or ScoreTemplate(segments, trailing_ids=trailing_ids)),
-        "reader": TemplateReader(tokenizer, template)
-        if template
-        else TokenizerReader(tokenizer, "question:{query} \n \n passage:{document}"),
     }
-
-
-def _activation(path: str, files: CheckpointFiles) -> torch.nn.Module:
-    """The activation that the config names, or none, as the card has it."""
-    nested = files.config.get("sentence_transformers") or {}
-    named = nested.get("activation_fn") or files.config.get("sbert_ce_default_activation_function")
-    name = str(named or "Identity").rsplit(".", 1)[-1]
-    if name not in ("Identity", "Sigmoid"):
-        raise ModelLoadError(f"{path!r} asks for the activation {named}; supported are Identity and Sigmoid")
-    return torch.nn.Sigmoid() if name == "Sigmoid" else torch.nn.Identity()
+    if template is None:
+        parts["reader"] = TokenizerReader(tokenizer, "question:{query} \n \n passage:{document}")
+    return parts
 
 
 _QUERY_MARKER, _DOCUMENT_MARKER = "<|rerank_token|>", "<|embed_token|>"
@@ -227,18 +198,16 @@ _QUERY_MARKER, _DOCUMENT_MARKER = "<|rerank_token|>", "<|embed_token|>"
 def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the backbone with transformers and the projection beside it."""
     # The published code is not needed: its backbone is transformers' Qwen3, and the projection is below.
-    common = {"revision": options["revision"], "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(path, **common)
-    config = AutoConfig.from_pretrained(path, **common)
-    backbone = Qwen3Model.from_pretrained(path, config=config, **common, **options["model_kwargs"])
-    head = _projection(path, options["revision"], config.hidden_size).to(options["device"])
+    backbone, tokenizer = read_bare(path, Qwen3Model, options)
+    config = backbone.config
+    head = _two_layers(path, options["revision"], "projector.", config.hidden_size).to(options["device"])
     for marker in (_QUERY_MARKER, _DOCUMENT_MARKER):
         if tokenizer.convert_tokens_to_ids(marker) in (None, tokenizer.unk_token_id):
             raise ModelLoadError(f"the tokenizer of {path!r} lacks the marker {marker}")
     context = min(int(tokenizer.model_max_length), config.max_position_embeddings)
     reference = StatesReference(backbone, tokenizer, head)
     return {
-        "backbone": backbone.to(options["device"]),
+        "backbone": backbone,
         "tokenizer": tokenizer,
         "tasks": {"rank": Task("all", head, head.columns, False, reference)},
         "score_task": "rank",
@@ -258,21 +227,22 @@ class _TwoLayers(torch.nn.Sequential):
         return "two linear layers"
 
 
-def _projection(path: str, revision: str | None, hidden: int) -> _TwoLayers:
-    """Maps hidden states at markers to the space in which they are compared."""
-    tensors = read_tensors(path, revision, "projector.")
-    refuse_not_finite(path, [(f"projector.{name}", tensor) for name, tensor in tensors.items()])
-    wanted = {"0.weight", "2.weight"}
-    if tensors.keys() != wanted:
-        different = ", ".join(f"projector.{name}" for name in sorted(tensors.keys() ^ wanted))
-        raise ModelLoadError(f"{path!r} has another projector than jina-reranker-v3, by {different}")
-    first, second = tensors["0.weight"], tensors["2.weight"]
-    if (first.ndim, second.ndim, first.shape[-1], second.shape[-1]) != (2, 2, hidden, first.shape[0]):
-        raise ModelLoadError(
-            f"{path!r} has a projector that does not fit: projector.0.weight {list(first.shape)} behind "
-            f"{hidden} dimensions, then projector.2.weight {list(second.shape)}"
-        )
-    return _TwoLayers(linear_of(first), linear_of(second))
+def _two_layers(
+    path: str, revision: str | None, prefix: str, hidden: int, columns: int | None = None
+) -> _TwoLayers:
+    """Layers that the files name with a prefix, which map states of `hidden` numbers: with `columns` to as
+    many, and by biases, too."""
+    tensors = read_tensors(path, revision, prefix)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    inner, made = (shapes.get(name, ())[:1] for name in ("0.weight", "2.weight"))
+    wanted = {"0.weight": (*inner, hidden), "2.weight": (*made, *inner)}
+    if columns is not None:
+        wanted |= {"0.bias": inner, "2.weight": (columns, *inner), "2.bias": (columns,)}
+    if shapes != wanted:
+        different = sorted({name for name, _ in shapes.items() ^ wanted.items()})
+        named = ", ".join(f"{prefix}{name} {list(shapes.get(name, ()))}" for name in different)
+        raise ModelLoadError(f"{path!r} has tensors that do not fit states of {hidden} numbers: {named}")
+    return _TwoLayers(*(linear_of(tensors[f"{i}.weight"], tensors.get(f"{i}.bias")) for i in (0, 2)))
 
 
 # All from the card of jina-reranker-m0.
@@ -294,23 +264,15 @@ def load_jina_m0(path: str, template: ScoreTemplate | None, options: dict[str, A
     model = Qwen2VLModel.from_pretrained(path, **common, **options["model_kwargs"])
     model = model.to(options["device"]).eval()
     hidden = model.config.get_text_config().hidden_size
-    head = _score_layers(path, options["revision"], hidden).to(options["device"])
+    head = _two_layers(path, options["revision"], "score.", hidden, columns=1).to(options["device"])
     vision = vision_of(path, model, processor)
     reference = StatesReference(model, tokenizer, head, "last")
     reference.pictures = PictureInputs(vision, next(model.parameters()).device)
+    task = Task("last", head, 1, False, reference)
     template = template or ScoreTemplate((_TEMPLATE,))
     template = replace(template, picture=PICTURE, trailing_ids=(_SCORE_TOKEN,))
-    return {
-        "backbone": model.language_model,
-        "tokenizer": tokenizer,
-        "tasks": {"classify": Task("last", head, 1, False, reference)},
-        "score_task": "classify",
-        "activation": _Shifted(),
-        "labels": ("relevance",),
-        "pairs": PairRules("only_second", template),
-        "vision": vision,
-        "reader": TemplateReader(tokenizer, template),
-    }
+    parts = parts_by_template(model.language_model, tokenizer, task, ("relevance",), template)
+    return parts | {"activation": _Shifted(), "vision": vision}
 
 
 class _Shifted(torch.nn.Module):
@@ -318,16 +280,3 @@ class _Shifted(torch.nn.Module):
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(logits - _BIAS)
-
-
-def _score_layers(path: str, revision: str | None, hidden: int) -> _TwoLayers:
-    tensors = read_tensors(path, revision, "score.")
-    refuse_not_finite(path, [(f"score.{name}", tensor) for name, tensor in tensors.items()])
-    wanted = {"0.weight": (hidden, hidden), "0.bias": (hidden,), "2.weight": (1, hidden), "2.bias": (1,)}
-    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted:
-        raise ModelLoadError(
-            f"{path!r} has other tensors score.* than jina-reranker-m0: two layers, of {hidden} and 1, with "
-            "biases"
-        )
-    first, second = (linear_of(tensors[f"{i}.weight"], tensors[f"{i}.bias"]) for i in (0, 2))
-    return _TwoLayers(first, second)

@@ -163,11 +163,9 @@ def activation_of(path: str, file: str, named: str) -> nn.Module:
         raise ModelLoadError(f"{where}, which needs arguments ({error}); name another") from error
 
 
-def stated_activation(path: str, files: CheckpointFiles, trusts_code: bool) -> nn.Module | None:
-    """The activation that a CrossEncoder's files name for its scores; None where sentence-transformers finds
-    it itself. Raises ModelLoadError as `activation_of` does."""
-    if trusts_code:
-        return None
+def stated_activation(path: str, files: CheckpointFiles) -> nn.Module | None:
+    """The activation that a CrossEncoder's files name for its scores; None where they name none. Raises
+    ModelLoadError as `activation_of` does."""
     nested = files.config.get("sentence_transformers")
     of_modules = files.sentence_transformers.get(_KEY) if files.modules else None
     # In the order in which sentence-transformers looks for it.
@@ -177,21 +175,19 @@ def stated_activation(path: str, files: CheckpointFiles, trusts_code: bool) -> n
         ("config.json", files.config.get("sbert_ce_default_activation_function")),
     ):
         if isinstance(named, str):
-            return None if named.startswith("torch.") else activation_of(path, file, named)
+            return activation_of(path, file, named)
     return None
 
 
-def set_activations(path: str, modules: list[Any], settings: list[dict[str, Any]], trusts_code: bool) -> None:
-    """Gives each Dense module the activation that its `settings` name. sentence-transformers imports those of
-    torch alone where it does not trust code, and takes Tanh for all others.
+def set_activations(path: str, files: CheckpointFiles, modules: list[Any], options: dict[str, Any]) -> None:
+    """Gives each Dense module the activation that its config.json names. sentence-transformers imports those
+    of torch alone where it does not trust code, and takes Tanh for all others.
 
     Raises ModelLoadError as `activation_of` does."""
-    if trusts_code:
+    if options["trust_remote_code"]:
         return
-    for i, (module, said) in enumerate(zip(modules, settings, strict=False)):
-        named = said.get("activation_function")
-        if not hasattr(module, "activation_function") or not isinstance(named, str):
-            continue
-        if not named.startswith("torch."):
-            file = f"{i}_{type(module).__name__}/config.json"
+    for module, entry in zip(modules, files.modules, strict=False):
+        file = f"{entry['path']}/config.json"
+        named = (read_object(path, file, options["revision"]) or {}).get("activation_function")
+        if isinstance(named, str) and hasattr(module, "activation_function"):
             module.activation_function = activation_of(path, file, named)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -135,9 +135,10 @@ class ScoreTemplate:
         contents = {"query": query, "document": document}
         if instruction:
             contents = {"system": (instruction,), **contents}
-        messages = [{"role": role, "content": self._content(parts)} for role, parts in contents.items()]
-        texts = {name: self._joined(parts) for name, parts in (("query", query), ("document", document))}
-        named = {} if self.by_messages else {**texts, "instruction": instruction}
+        written: Callable[[Parts], Any] = _in_parts if self.in_parts else self._joined
+        messages = [{"role": role, "content": written(parts)} for role, parts in contents.items()]
+        texts = {"query": self._joined(query), "document": self._joined(document), "instruction": instruction}
+        named = {} if self.by_messages else texts
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -145,9 +146,6 @@ class ScoreTemplate:
         except Exception as error:
             raise ModelLoadError(f"the score template cannot be rendered: {error}") from error
         return str(rendered[0])
-
-    def _content(self, parts: Parts) -> Any:
-        return _in_parts(parts) if self.in_parts else self._joined(parts)
 
     def _joined(self, parts: Parts) -> str:
         return "".join(self.picture if part is None else part for part in parts)
@@ -266,11 +264,6 @@ def _is_plain(segment: str) -> bool:
     return writes_as_is(tree)
 
 
-# In place of a text while a template is rendered, from Unicode's private use area.
-_TEXT = "\ue0a0"
-_PROMPT = "\ue0a1"
-
-
 class ChatRole:
     """A checkpoint's chat template for texts in one role: a query, a document, or neither.
 
@@ -301,7 +294,7 @@ class ChatRole:
         """The text before a text. Raises InvalidRequestError for a prompt that cannot be written."""
         if not prompt:
             return self._around("")[0]
-        if _TEXT in prompt:
+        if _QUERY in prompt:
             raise InvalidRequestError(
                 "the instruction or prompt holds a character of Unicode's private use (U+E0A0) that this "
                 "model's template cannot hold; leave it out",
@@ -343,7 +336,7 @@ class ChatRole:
             ) from None
 
     def _rendered_around(self, prompt: str) -> tuple[str, str]:
-        before, *after = self._rendered(_in_parts([_TEXT]), prompt).split(_TEXT)
+        before, *after = self._rendered(_in_parts([_QUERY]), prompt).split(_QUERY)
         if len(after) != 1:
             raise ModelLoadError(f"the chat template writes a text {len(after)} times, not once")
         return before, after[0]
@@ -362,7 +355,7 @@ class ChatRole:
 
     def _takes_prompt(self) -> bool:
         try:
-            before, after = self._around(_PROMPT)
+            before, after = self._around(_INSTRUCTION)
         except ModelLoadError:
             return False
-        return before.count(_PROMPT) == 1 and after == self.after
+        return before.count(_INSTRUCTION) == 1 and after == self.after

@@ -4,7 +4,6 @@ the classes that run them here. A setting that those classes do not carry out is
 Sources: the model cards, and the code that the checkpoints come with."""
 
 import json
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +15,8 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 
 from maxsimd.engine.checkpoint.detect import COST_WISE, JINA_V5, LLAMA_RERANKER, MINICPM
-from maxsimd.engine.checkpoint.files import CheckpointFiles
-from maxsimd.engine.checkpoint.weights import read_tensors, refuse_not_finite, tensor_names
+from maxsimd.engine.checkpoint.files import CheckpointFiles, folder_for, json_of, modules_in
+from maxsimd.engine.checkpoint.weights import read_tensors, tensor_names
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.jina_bert import ACTIVATIONS, JinaBertConfig
 from maxsimd.engine.models.registered import NomicMoeConfig, XLMRobertaFlashConfig
@@ -27,8 +26,7 @@ Config = dict[str, Any]
 
 def runs_as(files: CheckpointFiles) -> Any:
     """The type of model that a config is read as. Raises ModelLoadError if it cannot be translated."""
-    translate = _translation(files.config) if files.config_at_root else None
-    return (files.config if translate is None else translate(files.config)).get("model_type")
+    return translated_type(files.config)[0] if files.config_at_root else files.config.get("model_type")
 
 
 def translated_type(config: Config) -> tuple[Any, bool]:
@@ -60,16 +58,16 @@ def in_transformers_terms(
         assert translate is not None
         config = {name: value for name, value in translate(config).items() if name != "auto_map"}
     entries = [entry for entry in source.iterdir() if files.modules or entry.name != "modules.json"]
-    with linked(entries, config) as folder:
+    with linked(model, entries, config) as folder:
         if of_language_model is not None:
             _write_modules_beside(source, files.config, Path(folder))
         yield folder
 
 
 @contextmanager
-def linked(entries: Iterable[Path], config: Config | None) -> Iterator[str]:
-    """A temporary folder with links to files and folders, and a `config` of its own."""
-    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+def linked(model: str, entries: Iterable[Path], config: Config | None) -> Iterator[str]:
+    """A temporary folder for a model, with links to files and folders, and a `config` of its own."""
+    with folder_for(model) as folder:
         for entry in entries:
             link = Path(folder) / entry.name
             link.unlink(missing_ok=True)
@@ -374,11 +372,11 @@ def _write_modules_beside(source: Path, config: Config, folder: Path) -> None:
 
 def _check_mean(source: Path) -> None:
     """Raises ModelLoadError for modules other than a transformer, a mean and normalization."""
-    modules = json.loads((source / "modules.json").read_text(encoding="utf-8"))
-    kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
+    modules = modules_in(source)
+    kinds = [kind.rsplit(".", 1)[-1] for _, kind in modules]
     if kinds != ["Transformer", "Pooling", "Normalize"]:
         raise ModelLoadError(f"before and behind its projection it has other modules: {', '.join(kinds)}")
-    pooling = json.loads((source / str(modules[1].get("path")) / "config.json").read_text(encoding="utf-8"))
+    pooling = json_of(source / modules[1][0] / "config.json") or {}
     earlier = {name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True}
     is_mean = pooling.get("pooling_mode") == "mean" or earlier == {"pooling_mode_mean_tokens"}
     if not is_mean or pooling.get("include_prompt") is False:
@@ -395,7 +393,6 @@ def _projection(source: Path, config: Config) -> torch.Tensor:
         raise ModelLoadError(f"it must have the projection linear.weight alone, and has {found}")
     if weight.ndim != 2 or weight.shape != (columns or len(weight), config["hidden_size"]):
         raise ModelLoadError(f"its projection linear.weight is {list(weight.shape)}, which does not fit")
-    refuse_not_finite(str(source), [("linear.weight", weight)])
     return weight
 
 

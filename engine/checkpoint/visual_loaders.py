@@ -20,7 +20,6 @@ from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.processing_utils import ProcessorMixin
 
@@ -581,10 +580,11 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
     head = heads.ModuleHead([dense, heads.Normalize()], "token_embeddings")
     vision = _vision_of_pages(path, architecture, processor, vlm)
     task = Task("all", head, projection.out_features, True, VisualReference(retrieval, vision.tower))
-    rules = _rules(path, processor)
+    rules, tokenizer = _rules(path, processor), copy.deepcopy(processor.tokenizer)
+    leave_special_tokens_out(tokenizer)  # the rules have them
     return {
         "backbone": _language_model(vlm),
-        "tokenizer": _without_template(processor.tokenizer),
+        "tokenizer": tokenizer,
         "position_offset": _FIRST_POSITION.get(architecture, 0),
         "tasks": {"token_embed": task},
         "score_task": "token_embed",
@@ -616,13 +616,6 @@ def _vision_of_pages(path: str, architecture: str, processor: Any, vlm: Any) -> 
 
 def _language_model(vlm: Any) -> Any:
     return vlm.text_model if hasattr(vlm, "text_model") else vlm.language_model
-
-
-def _without_template(tokenizer: Any) -> Any:
-    """A copy of a tokenizer that adds no special tokens: the rules have them."""
-    bare = copy.deepcopy(tokenizer)
-    bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    return bare
 
 
 def _rules(path: str, processor: Any) -> RoleRules:

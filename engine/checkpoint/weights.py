@@ -113,12 +113,14 @@ def files_of_tensors(model: str, revision: str | None, prefix: str = "") -> dict
 
 
 def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names start with `prefix`, float32, by the rest of their names."""
+    """The tensors whose names start with `prefix`, float32, by the rest of their names. Raises
+    ModelLoadError for numbers that are not finite."""
     tensors = {}
     for name, path in files_of_tensors(model, revision, prefix).items():
         with safe_open(path, framework="pt") as file:
-            tensors[name.removeprefix(prefix)] = file.get_tensor(name).float()
-    return tensors
+            tensors[name] = file.get_tensor(name).float()
+    refuse_not_finite(model, tensors.items())
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def hold_in_memory(modules: Iterable[torch.nn.Module]) -> None:
@@ -220,13 +222,11 @@ def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
     """Raises ModelLoadError for a tensor that holds a NaN or an infinity. Reads each number once."""
     for name, tensor in tensors:
         if isinstance(tensor, BlockTensor):
-            if not tensor.is_finite():
-                raise ModelLoadError(f"{path!r} has numbers that are not finite in its tensor {name}")
-            continue
-        # If the sum is finite, all numbers are; an infinite sum may also be an overflow (float16).
-        if not tensor.is_floating_point() or bool(tensor.sum().isfinite()):
-            continue
-        if not bool(tensor.isfinite().all()):
+            is_finite = tensor.is_finite()
+        else:  # if the sum is finite, all numbers are; an infinite sum may also be an overflow (float16)
+            is_finite = not tensor.is_floating_point() or bool(tensor.sum().isfinite())
+            is_finite = is_finite or bool(tensor.isfinite().all())
+        if not is_finite:
             raise ModelLoadError(f"{path!r} has numbers that are not finite in its tensor {name}")
 
 

@@ -150,7 +150,6 @@ _RETRAINED: list[Case] = [
     (retrained.bge_gemma2, settings(layer_wise=False), {}, "a head for each layer"),
     (retrained.bge_gemma2, settings(layer_sep=2), {}, r"other scores.*lm_head\.2"),
     (retrained.nemotron_rerank, settings(pooling="weighted_avg"), {}, "pools by weighted_avg"),
-    (retrained.nemotron_rerank, settings(sbert_ce_default_activation_function="torch.nn.Tanh"), {}, "Tanh"),
     (retrained.voyage_4_nano, settings(num_labels=64), {}, r"linear\.weight is \[192, 128\]"),
     (retrained.voyage_4_nano, _module_of_its_own, {}, r"linear\.weight"),
     (bi_encoders.sgpt, settings(is_causal=False), {}, "both directions"),
@@ -527,6 +526,9 @@ _SETTINGS: list[Case] = [
      "LayerNorm for pooled vectors"),
     (language_models.zerank_2, settings("*_LogitScore/config.json", false_token_id=True), {},
      "true_token_id and false_token_id; give token ids"),
+    (t5.monot5, written("modules.json", json.dumps([
+        {"name": "0", "path": "", "type": _TRANSFORMER}, {"name": "1", "path": "1", "type": "LogitScore"}])),
+     {"score_type": "cross-encoder"}, "do not fit T5ForSequenceClassification"),
     (_MODULES, settings("4_Dense/config.json", module_output_name="logits"), {}, "last module gives no sc"),
     (_MODULES, settings("2_Dense/config.json", module_input_name="token_embeddings"), {},
      "sets module_input_name to 'token_embeddings'"),
@@ -707,11 +709,6 @@ def test_two_sparse_are_refused(splade: str, changed: Changed, tmp_path: Path) -
     assert "allow_pickle" in refusal(path)
 
 
-def test_wide_mt5_with_other_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(t5.SIZES, "d_model", 1152)
-    assert "answer with other words" in refusal(t5.mt5(tmp_path / "wide"), dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("build", "edit", "options", "message"),
     [
@@ -764,6 +761,8 @@ def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pyt
         written("config.json", json.dumps({"model_type": kind} | more))(tmp_path)
         return refusal(tmp_path)
 
+    monkeypatch.setitem(t5.SIZES, "d_model", 1152)
+    assert "answer with other words" in refusal(t5.mt5(tmp_path / "wide"), dtype="float32")
     message = said("nothing", architectures=["NothingModel"])
     assert "NothingModel" in message
     assert all(name in message for row in SUPPORTED for name in row.architectures if name != "*")
