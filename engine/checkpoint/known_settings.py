@@ -25,6 +25,7 @@ from maxsimd.engine.checkpoint.files import (
     modules_in,
     names_of,
 )
+from maxsimd.engine.checkpoint.weights import some_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 
@@ -355,9 +356,7 @@ def check_settings(config: EngineConfig) -> tuple[str, ...]:
                 )
             unknown.append(key)
         if unknown:
-            more = len(unknown) - _MOST_NAMED
-            named = ", ".join(unknown[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-            lines.append(f"{name}: {named}")
+            lines.append(f"{name}: {some_of(unknown, _MOST_NAMED)}")
         if known is MODULES["Pooling"] and "include_prompt" not in said:
             pools_prompts = name
         base = said.get("_name_or_path", base)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from maxsimd.engine.checkpoint.detect import weighs_words
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, one_line
 from maxsimd.engine.checkpoint.heads import Dense, ModuleHead, Normalize, linear_of
-from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, Task
 from maxsimd.engine.checkpoint.reference import StatesReference
 from maxsimd.engine.checkpoint.weights import files_of_tensors, refuse_not_finite, tensor_names
 from maxsimd.engine.config import ScoreType
@@ -152,9 +152,7 @@ def with_layers(
     parts = parts | {"tasks": tasks} | scored
     if TOKENS in made:
         # The first token stands for the whole text, and is no vector among those of tokens.
-        for role in ("query", "document", "text"):
-            rules: RoleRules = parts[role]
-            parts[role] = replace(rules, pool_first=False)
+        parts |= {role: replace(parts[role], pool_first=False) for role in ("query", "document", "text")}
     return parts
 
 

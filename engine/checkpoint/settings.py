@@ -25,7 +25,6 @@ _SIZES = ("max_length", "truncation")
 _NO_LIMIT = 1_000_000_000
 # Libraries that are installed anyway, whose classes run no code of a checkpoint.
 _TRUSTED = ("torch.", "transformers.", "sentence_transformers.")
-_KEY = "activation_fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +166,11 @@ def stated_activation(path: str, files: CheckpointFiles) -> nn.Module | None:
     """The activation that a CrossEncoder's files name for its scores; None where they name none. Raises
     ModelLoadError as `activation_of` does."""
     nested = files.config.get("sentence_transformers")
-    of_modules = files.sentence_transformers.get(_KEY) if files.modules else None
+    of_modules = files.sentence_transformers.get("activation_fn") if files.modules else None
     # In the order in which sentence-transformers looks for it.
     for file, named in (
         ("config_sentence_transformers.json", of_modules),
-        ("config.json", nested.get(_KEY) if isinstance(nested, dict) else None),
+        ("config.json", nested.get("activation_fn") if isinstance(nested, dict) else None),
         ("config.json", files.config.get("sbert_ce_default_activation_function")),
     ):
         if isinstance(named, str):

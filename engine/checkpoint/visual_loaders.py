@@ -39,8 +39,6 @@ from maxsimd.scheduler import TokenSequence
 from maxsimd.scheduler.sequence import TokenIds
 
 CLIP, SIGLIP = "clip", "siglip"
-# PaliGemma counts positions from 1.
-_FIRST_POSITION = {COLPALI: 1}
 # Text of a picture in the models' prompts.
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # Pixels that a processor with nothing but `shortest_edge` may make of a picture.
@@ -585,7 +583,7 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
     return {
         "backbone": _language_model(vlm),
         "tokenizer": tokenizer,
-        "position_offset": _FIRST_POSITION.get(architecture, 0),
+        "position_offset": int(architecture == COLPALI),  # PaliGemma counts positions from 1
         "tasks": {"token_embed": task},
         "score_task": "token_embed",
         "query": rules,

@@ -304,7 +304,7 @@ def _is_of_a_later_layer(model: Any, name: str) -> bool:
     return False
 
 
-def some_of(names: list[str]) -> str:
+def some_of(names: list[str], most: int = _LISTED) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
