@@ -109,6 +109,7 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
+        self.compiled: set[tuple[Any, ...]] = set()  # kernels with what Triton specializes them on
         self.may_wait = False
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._graph: Graph | None = None
@@ -334,6 +335,16 @@ PROPERTIES = SimpleNamespace(
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 
 
+def _specialized(parameter: Any, given: Any) -> Any:
+    """The part of an argument for which Triton compiles a kernel of its own."""
+    if isinstance(given, torch.Tensor):
+        is_even = given.storage_offset() * given.itemsize % 16 == 0
+        return given.dtype, is_even or parameter.do_not_specialize_on_alignment
+    if parameter.is_constexpr:
+        return given
+    return isinstance(given, float) or parameter.do_not_specialize or (given == 1, given % 16 == 0)
+
+
 def _event(**options: Any) -> Any:
     """A moment that the host must not wait for before the step is over."""
     return SimpleNamespace(record=lambda stream=None: None)
@@ -354,6 +365,8 @@ def fake_gpu() -> Iterator[FakeGPU]:
         if not all(0 < n <= most for n, most in zip(programs, _MOST_PROGRAMS, strict=False)):
             raise Fault(f"{kernel.__name__} is started on a grid of {programs}")
         gpu.launch(kernel.__name__, given)
+        made_for = (_specialized(each, given.get(each.name)) for each in kernel.params)
+        gpu.compiled.add((kernel.__name__, *made_for))
 
     with ExitStack() as stack:
         for owner, name, stand_in in (

@@ -4,10 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from maxsimd.engine.device import checks
+from maxsimd.engine.execution.attention.select import find_mismatch
+from maxsimd.engine.scoring.maxsim_triton import maxsim_triton
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.dry_run import driving
 from tests.dry_run import gpu as fakes
@@ -55,6 +59,7 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Load) -> None:
         on.close()
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "backend", "precision"),
     [
@@ -64,9 +69,18 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Load) -> None:
     ],
 )
 def test_nor_with_other_backends(name: str, backend: str, precision: Any, gpu: FakeGPU, loaded: Load) -> None:
-    on = driving.OnGPU(gpu, loaded(name), backend, precision)
+    """Nor is a kernel compiled for a step: the checks at load launch all of them."""
+    on, gpu.may_wait = driving.OnGPU(gpu, loaded(name), backend, precision), True
+    find_mismatch(on.backend, on.model, GPU, driving.DTYPE)
+    if on.is_late:
+        dim, is_int8 = on.model.tasks[on.model.score_task].dim, precision == "int8"
+        with patch.object(checks, "_TOLERANCE", float("inf")):
+            checks.checked_maxsim("triton", maxsim_triton, dim, GPU, driving.DTYPE, int8=is_int8)
+    checks.warm_up(on.model, on.runner, on.pooler)
+    at_load, gpu.may_wait = set(gpu.compiled), False
     for drive in driving.drives(on):
         driving.run(drive, on)
+    assert gpu.compiled == at_load
     on.close()
 
 

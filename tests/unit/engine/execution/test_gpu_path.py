@@ -212,7 +212,6 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int, unused: int = 0) -> No
 
 
 def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token budget is decided first, by the memory that is free before graphs and a slab take theirs."""
     gpu, mib = torch.device("cuda", 1), 1 << 20
     sized = BertConfig(hidden_size=1024, intermediate_size=4096)
     model: Any = SimpleNamespace(backbone=SimpleNamespace(config=sized), max_tokens=512)
@@ -226,9 +225,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
         assert max(size.rows for size in sizes_for(tokens, 512, 512)) == min(tokens, 16_384)
 
 
-async def test_graphs_and_shared_prefixes_know_the_steps(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_graphs_and_prefixes_know_steps(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def with_one_call(runner: PackedRunner, *given: Any) -> GraphedRunner:
@@ -239,12 +236,10 @@ async def test_graphs_and_shared_prefixes_know_the_steps(
     monkeypatch.setattr(load, "CaptureSize", lambda rows, *others: sizes.append(rows))
     monkeypatch.setattr(load, "with_one_call", with_one_call)
     for configured, tokens in ((None, 2_048), (100, 100)):
-        config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
-        async with Engine(config) as engine:
+        async with Engine(EngineConfig(model=model.name, max_batch_tokens=configured)) as engine:
             running: Any = engine._running
             assert sizes.pop() == running.facts.step_tokens == tokens
-            sharing = running.processors.scores._context.sharing
-            assert sharing == (PrefixSharing(launch_tokens=7) if model.causal else None)
+            assert running.processors.scores._context.sharing == (PrefixSharing(7) if model.causal else None)
 
 
 @pytest.fixture
