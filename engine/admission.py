@@ -255,12 +255,12 @@ class Admission:
             wait = self._wait_of_new(permit, estimate)
             permit.refusal = permit.refusal or self._refusal(permit, permit.tokens, wait, is_counted=False)
             self._enter(permit)
-        self._tenants.charge_requests(tenant, 1)
+        self._tenants.charge(tenant, "requests_per_minute", 1)
         try:
             permit.check()
             yield permit
         except QueueFullError as error:
-            self._tenants.charge_requests(tenant, -1)
+            self._tenants.charge(tenant, "requests_per_minute", -1)
             self._count_refusal(tenant, error.reason)
             raise
         except RequestTooLargeError:
@@ -268,7 +268,7 @@ class Admission:
             raise
         except (asyncio.CancelledError, EngineDeadError):
             if permit not in self._permits:  # it only waited
-                self._tenants.charge_requests(tenant, -1)
+                self._tenants.charge(tenant, "requests_per_minute", -1)
             raise
         finally:
             self._waiting.leave(permit)
@@ -294,7 +294,7 @@ class Admission:
         refusal = self._refusal(permit, tokens, self._wait(permit, tokens), is_counted=True)
         if refusal is not None:
             raise refusal
-        self._tenants.charge_tokens(permit.tenant, tokens)
+        self._tenants.charge(permit.tenant, "tokens_per_minute", tokens)
 
     def compare(self, permit: Permit, values: asyncio.Future[Values]) -> None:
         """Compares the forecast with the real wait once the values of a queued request arrive. Skips requests

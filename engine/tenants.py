@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -77,7 +77,7 @@ class Tenant:
 
 
 _ANY_TENANT = Tenant()
-_RATES = ("requests_per_minute", "tokens_per_minute")
+Rate = Literal["requests_per_minute", "tokens_per_minute"]
 
 
 class TenantLimits:
@@ -102,7 +102,7 @@ class TenantLimits:
         self._tenants = dict(tenants)
         now, before, self._buckets = self._clock(), self._buckets, {}
         for name, tenant in tenants.items():
-            for rate in _RATES:
+            for rate in get_args(Rate):
                 if (per_minute := getattr(tenant, rate)) is not None:
                     bucket = before.get((name, rate)) or Bucket(per_minute, now)
                     bucket.change_rate(per_minute, now)
@@ -123,18 +123,12 @@ class TenantLimits:
         """The error for a tenant that may use no tokens now. A request may exceed the rate once, as debt."""
         return self._refusal(name, "tokens_per_minute")
 
-    def charge_requests(self, name: str, number: int) -> None:
-        """Counts requests in the tenant's rate; a negative number undoes it."""
-        self._charge(name, "requests_per_minute", number)
-
-    def charge_tokens(self, name: str, number: int) -> None:
-        self._charge(name, "tokens_per_minute", number)
-
-    def _charge(self, name: str, rate: str, number: int) -> None:
+    def charge(self, name: str, rate: Rate, number: int) -> None:
+        """Counts requests or tokens in the tenant's rate; a negative number undoes it."""
         if (bucket := self._buckets.get((name, rate))) is not None:
             bucket.charge(number, self._clock())
 
-    def _refusal(self, name: str, rate: str) -> QueueFullError | None:
+    def _refusal(self, name: str, rate: Rate) -> QueueFullError | None:
         bucket = self._buckets.get((name, rate))
         seconds = 0.0 if bucket is None else bucket.seconds_until(1, self._clock())
         if bucket is None or not seconds:

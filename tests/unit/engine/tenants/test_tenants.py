@@ -133,7 +133,7 @@ def test_a_rate_that_is_changed_goes_on_and_a_new_one_begins() -> None:
     limits = TenantLimits(clock)
     limits.set({"a": Tenant(requests_per_minute=60), "b": Tenant(requests_per_minute=60)})
     for name in ("a", "b"):
-        limits.charge_requests(name, 60)
+        limits.charge(name, "requests_per_minute", 60)
     limits.set({"a": Tenant(requests_per_minute=120, weight=3), "c": Tenant(requests_per_minute=60)})
     refusal = limits.request_refusal("a")
     assert refusal is not None
