@@ -684,8 +684,7 @@ async def _rerank_in_stages(
             new_id("rerank"), names[-1], results, usage_of(usage), meta, scale, warnings=warnings, stages=done
         )
 
-    characters = _num_characters(best) if with_text else 0
-    answer = await wire_answer(build, len(best), characters)
+    answer = await wire_answer(build, len(best), _num_characters(best) if with_text else 0)
     return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
 
 

@@ -185,8 +185,7 @@ async def nvidia(state: ServerState, body: NvidiaRequest, texts: rerank.ToRank) 
         body.raw_scores = True
     truncation = None
     if body.truncate is not None:
-        truncates = body.truncate == "END"
-        truncation = truncation_by_switch(truncates, None, state.config.long_documents, body)
+        truncation = truncation_by_switch(body.truncate == "END", None, state.config.long_documents, body)
 
     def build(result: RerankResult, model: str, **common: Any) -> NvidiaResponse:
         return NvidiaResponse(
