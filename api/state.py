@@ -102,7 +102,7 @@ def tracing_of_environment() -> "Tracing | None":
     try:
         return Tracing()
     except ImportError:
-        remedy = 'OpenTelemetry is not installed; pip install "maxsimd[otel]"'
+        remedy = "OpenTelemetry is not installed; pip install '.[otel]' in the checkout"
         log.warning("%s is set, but nothing is traced: %s", named, remedy)
         return None
 

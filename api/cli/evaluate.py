@@ -244,7 +244,7 @@ def measuring(names: tuple[str, ...]) -> Callable[[Grades, Run], dict[str, Measu
     try:
         import ir_measures
     except ImportError:
-        raise click.ClickException('eval needs ir_measures; pip install "maxsimd[eval]"') from None
+        raise click.ClickException("eval needs ir_measures; pip install '.[eval]' in the checkout") from None
     try:
         measures = [ir_measures.parse_measure(name) for name in names]
     except (ValueError, NameError, SyntaxError) as error:

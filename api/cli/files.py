@@ -202,7 +202,7 @@ def _parquet(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
     try:
         from pyarrow import BufferReader, parquet
     except ImportError:
-        raise ValueError('Parquet needs pyarrow; pip install "maxsimd[files]"') from None
+        raise ValueError("Parquet needs pyarrow; pip install '.[files]' in the checkout") from None
     table = parquet.read_table(BufferReader(data))
     for number, row in enumerate(table.to_pylist(), 1):
         yield _record(row, fields, f"row {number}")

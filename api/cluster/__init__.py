@@ -1,1 +1,1 @@
-"""Many machines: scoring on Ray Serve, online, and on Ray Data, offline. Needs the extra `maxsimd[ray]`."""
+"""Many machines: scoring on Ray Serve, online, and on Ray Data, offline. Needs the extra `ray`."""

@@ -167,14 +167,14 @@ def serve(host: str, port: int, address: str | None, **values: Any) -> None:
 @cluster.command("config", cls=Command, shows_usual=True)
 @_application
 @click.option("--kuberay", is_flag=True, help="Print a RayService for KubeRay")
-@click.option("--image", default="", help="Container image with maxsimd[ray], for --kuberay")
+@click.option("--image", default="", help="Container image with maxsimd and Ray, for --kuberay")
 def show_config(kuberay: bool, image: str, **values: Any) -> None:
     """Print YAML for `serve deploy`, or for kubectl with --kuberay."""
     config = _config(values)
     if config.server.api_key:
         raise click.UsageError("keys are not for files that many read; give --api-key-file instead")
     if kuberay and not image:
-        raise click.UsageError("--kuberay needs --image, a container image with maxsimd[ray] in it")
+        raise click.UsageError("--kuberay needs --image, a container image with maxsimd and Ray")
     click.echo(kuberay_yaml(config, image) if kuberay else serve_yaml(config), nl=False)
 
 

@@ -29,7 +29,7 @@ def require_ray() -> None:
         import ray.data
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise click.ClickException(f"this needs Ray: pip install 'maxsimd[ray]' ({error})") from error
+        raise click.ClickException(f"this needs Ray: pip install '.[ray]' ({error})") from error
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class GgufFile:
             import gguf
         except ImportError as error:
             raise ModelLoadError(
-                f"{path} is a GGUF file, for which the package gguf is needed: pip install 'maxsimd[gguf]'"
+                f"{path} is a GGUF file, for which the package gguf is needed: pip install '.[gguf]'"
             ) from error
         try:
             self._reader = gguf.GGUFReader(path)

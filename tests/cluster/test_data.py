@@ -255,5 +255,5 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, env=os.environ
     )
     assert ran.returncode == 1
-    assert ran.stderr.startswith("Error: this needs Ray: pip install 'maxsimd[ray]'")
+    assert ran.stderr.startswith("Error: this needs Ray: pip install '.[ray]'")
     assert not (tmp_path / "out").exists()

@@ -676,7 +676,7 @@ def test_what_is_missing_is_said(checkpoints: SharedCheckpoints, monkeypatch: py
     monkeypatch.setattr(os, "access", lambda path, mode: file not in str(path) and can(path, mode))
     assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", refusal(bert))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'maxsimd[gguf]'" in refusal(qwen3)
+    assert "pip install '.[gguf]'" in refusal(qwen3)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
     assert re.search("'some/model' is not a folder; .* set HOME or HF_HOME", refusal("some/model"))
 

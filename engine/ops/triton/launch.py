@@ -28,7 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 # Advice for a device on which `is_missing_on`.
-MISSING = 'triton is not installed: pip install "maxsimd[cuda]"'
+MISSING = "triton is not installed: pip install '.[cuda]' in the checkout"
 
 
 def runs_on(device: torch.device) -> bool:

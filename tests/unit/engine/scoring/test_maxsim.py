@@ -165,7 +165,7 @@ def test_a_name_means_the_best_backend_that_runs_there(monkeypatch: pytest.Monke
 
 def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    advice = 'triton is not installed: pip install "maxsimd[cuda]"'
+    advice = "triton is not installed: pip install '.[cuda]' in the checkout"
     host = maxsim.choose_maxsim("auto", CPU, compiled_allowed=False)
     assert host[0] == maxsim.choose_maxsim("auto", GPU)[0] == "tiled"
     assert caplog.messages == [f"plain torch runs in place of kernels for this GPU, because {advice}"]
