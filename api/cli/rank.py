@@ -36,11 +36,12 @@ from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.display import printable
+from maxsimd.engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from maxsimd.engine import Engine, ScoreResult
 
-_LEAST_TEXT = 20
+_LEAST_TEXT, _MOST_EXPLAINED = 20, 10
 
 
 def write(
@@ -69,6 +70,8 @@ def _json_lines(ranked: Sequence[int], journal: "Journal", records: Sequence[Rec
             line["error"] = journal.errors[index]
         else:
             line["score"] = journal.scores[index]
+        if index in journal.matches:
+            line["matches"] = journal.matches[index]
         text = json.dumps({**line, "text": record.text}, ensure_ascii=False)
         yield text.encode("utf-8", "replace").decode("utf-8")
 
@@ -85,6 +88,9 @@ def _score_table(ranked: Sequence[int], journal: "Journal", records: Sequence[Re
         shown = printable(" ".join((journal.errors.get(index) or records[index].text)[: 4 * rest].split()))
         shown = shown if cell_len(shown) <= rest else f"{set_cell_size(shown, rest - 3)}..."
         yield f"{rank:>4}  {score:>10}  {set_cell_size(id_, width)}  {shown}"
+        if index in journal.matches:
+            pairs = [f"{asked} = {found} ({each:.2f})" for asked, found, each in journal.matches[index]]
+            yield printable(f"      {', '.join(pairs)}")
 
 
 _options = combined(
@@ -118,11 +124,12 @@ _options = combined(
 @click.command(cls=Command)
 @_options
 @click.option("--top-n", type=click.IntRange(min=1), metavar="N", help="Most documents to print")
-def rerank(top_n: int | None, **values: Any) -> None:
+@click.option("--explain", is_flag=True, help="Also show which tokens match in the 10 best")
+def rerank(top_n: int | None, explain: bool, **values: Any) -> None:
     """Rank the documents of a file for a query.
 
     Ctrl-C prints what is scored so far. --resume continues with the same --out."""
-    _run(values, sys.maxsize if top_n is None else top_n)
+    _run(values, sys.maxsize if top_n is None else top_n, explain)
 
 
 @click.command(cls=Command)
@@ -134,7 +141,7 @@ def score(**values: Any) -> None:
     _run(values, None)
 
 
-def _run(values: dict[str, Any], top_n: int | None) -> None:
+def _run(values: dict[str, Any], top_n: int | None, explain: bool = False) -> None:
     """Writes the `top_n` best documents, best first; all in their order for None."""
     config = config_from(EngineConfig, values)
     out, form, resume = values["out"], values["form"], values["resume"]
@@ -154,11 +161,11 @@ def _run(values: dict[str, Any], top_n: int | None) -> None:
     path = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
     parts = [repr(config), values["query"], repr(sorted(options.items()))]
     journal = Journal(path, digest_of([*parts, *(each.identity for each in records)]), resume)
-    if journal.done < len(records):
-        given = (values["query"], records, options, journal)
+    if journal.done < len(records) or explain:
+        given = (values["query"], records, options, journal, explain)
         run(config, "documents", len(records), lambda engine, progress: _score(engine, progress, *given))
-    by, errors, missing = journal.ranking_scores, journal.errors, len(records) - journal.done
-    ranked = sorted({*by, *errors}) if top_n is None else sorted(by, key=lambda i: (-by[i], i))[:top_n]
+    errors, missing = journal.errors, len(records) - journal.done
+    ranked = sorted({*journal.scores, *errors}) if top_n is None else journal.best(top_n)
     if not missing or out is None:
         write(ranked, journal, records, form, out)
     for index, reason in list(errors.items())[:5]:
@@ -189,6 +196,8 @@ class Journal:
         self.scores: dict[int, float] = {}
         self.ranking_scores: dict[int, float] = {}
         self.errors: dict[int, str] = {}
+        # Query token, document token and similarity, of explained documents.
+        self.matches: dict[int, list[tuple[str | None, str, float]]] = {}
         self._is_new = True
         if path is not None and path.exists():
             if not resume:
@@ -228,6 +237,11 @@ class Journal:
     def done(self) -> int:
         return len(self.scores) + len(self.errors)
 
+    def best(self, most: int) -> list[int]:
+        """The indexes of scored documents, best first."""
+        by = self.ranking_scores
+        return sorted(by, key=lambda i: (-by[i], i))[:most]
+
     def _write(self, line: object) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
@@ -264,6 +278,7 @@ async def _score(
     records: Sequence[Record],
     options: dict[str, Any],
     journal: Journal,
+    explain: bool,
 ) -> None:
     """Scores what is not in the journal yet, with the options of `Engine.score`, until it is complete or
     someone asks the command to end."""
@@ -286,6 +301,21 @@ async def _score(
     with journal, suppress(Interrupted):
         progress.add(journal.done)
         await each_part(progress, parts, ask, done)
+        if best := journal.best(_MOST_EXPLAINED) if explain else []:
+            documents = [records[i].document for i in best]
+            try:
+                explained = await engine.score(query, documents, explain=True, **options)
+            except InvalidRequestError as error:  # of a model that merges vectors
+                click.echo(f"--explain: {error}", err=True)
+                return
+            for place, explanation in explained.explanations.items():
+                journal.matches[best[place]] = [
+                    (each.query_token, each.document_token or "a patch", each.similarity)
+                    for each in explanation.matches
+                    if each.query_span is not None
+                ]
+            if not any(journal.matches.values()):
+                click.echo("--explain: only late interaction has matches of tokens", err=True)
 
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})
@@ -312,7 +342,7 @@ def _of_file(path: Path, name: str) -> Iterator[Record]:
         try:
             pages = pages_of(path)
         except ImportError:
-            raise click.ClickException(f'{path} needs pypdfium2; pip install "maxsimd[pdf]"') from None
+            raise click.ClickException(f"{path} needs pypdfium2; pip install '.[pdf]'") from None
         except PictureError as error:
             raise click.ClickException(f"{path} {error}") from None
         for page in pages:

@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.clients import environments, page, servers
 from tests.clients.catalogue import CLIENTS, Client
 
-_SECONDS = 600
 # Variables that the server's process needs and clients must not see, or that would send clients elsewhere.
 _OURS = ("PYTHONPATH", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "RAYON_NUM_THREADS")
 
@@ -58,7 +57,7 @@ def _checks(client: Client, command: list[str], urls: dict[str, str]) -> list[Ou
         environment = _environment(folder) | urls | {"CHECK_RESULTS": str(results)}
         failure = None
         try:
-            page.run(command, environment, Path(folder), _SECONDS)
+            page.run(command, environment, Path(folder), 600)
         except page.Failed as error:
             failure = str(error)
         lines = results.read_text().splitlines() if results.exists() else []

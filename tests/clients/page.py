@@ -16,7 +16,6 @@ SERVERS = {PAGE: "LATE_INTERACTION_URL", RAG: "TWO_MODELS_URL"}
 # The client that is in no catalogue, as it needs no environment.
 CURL = "curl"
 
-_SECONDS = 120
 _SUFFIXES = {"python": ".py", "js": ".mjs", "sh": ".sh"}
 # A comment names the client, and the block of code is on the lines below. It may continue the block before.
 _EXAMPLE = re.compile(r"^<!-- client: (\w+)(, continued)? -->\n```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -64,7 +63,7 @@ def printed(example: Example, interpreter: str, url: str, variables: Mapping[str
     if example.language == "js":
         # Modules are looked for beside the script.
         (folder / "node_modules").symlink_to(environments.NODE_MODULES)
-    said = run([interpreter, str(script)], variables, folder, _SECONDS)
+    said = run([interpreter, str(script)], variables, folder, 120)
     if not said.strip():
         raise Failed("it printed nothing")
     return said

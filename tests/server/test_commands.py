@@ -51,11 +51,13 @@ def test_the_best_documents_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "documents.jsonl"
     rows = [{"_id": f"d{i}", "text": text} for i, text in enumerate(TEXTS)]
     file.write_text("\n".join(map(json.dumps, rows)), "utf-8")
-    ran = run_command("rerank", "--query", QUERY, "--documents", str(file), *FLOAT32, "--top-n", "3")
+    ran = run_command("rerank", "--query", QUERY, f"--documents={file}", *FLOAT32, "--top-n=3", "--explain")
     with _engine() as engine:
-        best = engine.rerank(QUERY, TEXTS, top_n=3).results
+        best = engine.rerank(QUERY, TEXTS, top_n=3, explain=True).results
     for line, result in zip(_lines(ran.stdout), best, strict=True):
         assert line.pop("score") == pytest.approx(result.score, rel=1e-6, abs=1e-5)
+        asked = [each.query_token for each in result.explanation.matches if each.query_span]
+        assert [each[0] for each in line.pop("matches")] == asked
         assert line == {"index": result.index, "text": TEXTS[result.index], "id": f"d{result.index}"}
     assert "4 of 4 documents" in ran.stderr
 
