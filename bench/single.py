@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -144,10 +144,14 @@ async def _ask(engine: "Engine", documents: int, count: int, begin: int) -> dict
     return {"seconds": seconds, "scores": scores, "tokens": tokens}
 
 
-def _runs_in_one_call(engine: "Engine") -> bool:
-    """Whether the engine runs all layers in one call; older versions keep the runner in `prepared`."""
-    model: Any = engine.device_model
-    return type(getattr(model, "prepared", model).runner).__name__ == "OneCallRunner"
+def is_one_call(runner: object) -> bool:
+    """Whether a runner, perhaps of another version, runs all layers in one call."""
+    return any(kind.__name__ == "OneCallRunner" for kind in type(runner).__mro__)
+
+
+def layer_by_layer() -> AbstractContextManager[Any]:
+    """Models that are loaded meanwhile run layer by layer, for which the engine has no option."""
+    return patch("maxsimd.engine.execution.one_call._one_call", lambda *_: "the benchmark compares both")
 
 
 def main() -> None:
@@ -159,13 +163,11 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as runner:
         os.dup2(2, 1)
         engine = Engine(config)
-        # The engine has no option for this.
-        apart = patch(
-            "maxsimd.engine.execution.one_call.packed_layers", lambda *_: "the benchmark compares both"
-        )
-        with apart if way == "layer_by_layer" else nullcontext():
+        with layer_by_layer() if way == "layer_by_layer" else nullcontext():
             runner.run(engine.start())
-        state = {"one_call": _runs_in_one_call(engine), "kernels": is_available()}
+        model: Any = engine.device_model
+        model = getattr(model, "prepared", model)  # of older versions
+        state = {"one_call": is_one_call(model.runner), "kernels": is_available()}
         print(json.dumps(state), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(runner.run(_ask(engine, **json.loads(line)))), file=answers, flush=True)

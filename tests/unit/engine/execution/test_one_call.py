@@ -17,6 +17,7 @@ from transformers.models.albert.modeling_albert import AlbertEmbeddings
 from transformers.models.bert.modeling_bert import BertEmbeddings
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaEmbeddings
 
+from maxsimd.bench import single
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device.load import prepare
@@ -129,6 +130,9 @@ def choice(served: tuple[LoadedModel, PackedRunner], *seconds: float) -> PackedR
 def one_call_of(served: tuple[LoadedModel, PackedRunner], *seconds: float) -> OneCallRunner:
     fast = choice(served, *(seconds or (1.0, 2.0)))
     assert isinstance(fast, OneCallRunner)
+    assert single.is_one_call(fast)
+    with single.layer_by_layer():
+        assert choice(served, 1.0, 2.0) is served[1]
     return fast
 
 
