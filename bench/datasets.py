@@ -126,12 +126,6 @@ def docstring_requests(count: int, documents: int, seed: int) -> list[Request]:
     return requests
 
 
-def paired_request(count: int, seed: int) -> Request:
-    """`count` docstrings, each with a query of its own."""
-    pairs = random.Random(seed).sample(docstring_pairs(), count)
-    return Request([pair.query for pair in pairs], [pair.document for pair in pairs])
-
-
 def docstring_pairs(max_characters: int = 4000) -> list[Pair]:
     """Real English from the standard library of the running interpreter: the first sentence of a docstring
     as the query, the rest of it as the document. In a fixed order, without repetitions."""

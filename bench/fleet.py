@@ -280,8 +280,7 @@ def compare_fleets(shape: FleetShape, members: Sequence[int], requests: int) -> 
 
 def sweep(requests_an_engine: int) -> list[dict[str, Any]]:
     """Fleets of 100 engines that differ in one thing, and small fleets, printed as they come."""
-    shapes = _shapes()
-    return [{"what": name, **_measured(name, shape, requests_an_engine)} for name, shape in shapes]
+    return [{"what": name, **_measured(name, shape, requests_an_engine)} for name, shape in _shapes()]
 
 
 def _measured(name: str, shape: FleetShape, requests_an_engine: int) -> dict[str, float]:

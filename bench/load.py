@@ -310,7 +310,7 @@ def maxsimd(name: str, *options: str, executable: str | None = None) -> Server:
     return Server(name, (executable, "serve", "--cache-mb", "0", *options))
 
 
-async def run_rerank(documents: Path, *options: str, **environment: str) -> list[tuple[float, bytes]]:
+async def run_rerank(documents: str, *options: str, **environment: str) -> list[tuple[float, bytes]]:
     """Ranks the lines of a file by `maxsimd rerank`. Returns all that it printed to standard error, each part
     after its seconds from the start, and at last an empty part for its end. RuntimeError if it failed."""
     started = time.perf_counter()

@@ -4,6 +4,7 @@ Every system runs in processes of its own, as its users run it. A peer that is n
 """
 
 import asyncio
+import random
 import statistics
 import tempfile
 import timeit
@@ -18,7 +19,7 @@ import click
 import numpy as np
 
 from maxsimd.bench.checkpoints import RERANKERS, gflop_a_token, save_reranker
-from maxsimd.bench.datasets import Request, docstring_requests, paired_request
+from maxsimd.bench.datasets import Request, docstring_pairs, docstring_requests
 from maxsimd.bench.load import Send, SentenceTransformers, System, drive_or_raise, maxsimd, run_engine, vllm
 from maxsimd.bench.report import Figures, lines_of, machine, table, write_json
 from maxsimd.bench.report import Outcome as SentRequest
@@ -50,9 +51,11 @@ class Load:
     paired: bool = False
 
     def make(self, seed: int) -> list[Request]:
-        if self.paired:
-            return [paired_request(self.documents, seed + i) for i in range(self.requests)]
-        return docstring_requests(self.requests, self.documents, seed)
+        if not self.paired:
+            return docstring_requests(self.requests, self.documents, seed)
+        pairs = docstring_pairs()
+        drawn = (random.Random(seed + i).sample(pairs, self.documents) for i in range(self.requests))
+        return [Request([pair.query for pair in each], [pair.document for pair in each]) for each in drawn]
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,8 @@ def _axes(height: float, width: float = 7, **grid: int) -> tuple[Any, Any]:
     matplotlib.rcParams.update({"svg.hashsalt": "maxsimd", **hidden})
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(width, height), layout="constrained", **grid)
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained", **grid)
+    return figure, axes
 
 
 def save(figure: Any, path: Path) -> Path:

@@ -263,7 +263,7 @@ async def measure_neighbors(executable: str | None, rounds: int, seconds: float)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_cross_encoder(Path(folder, "cross-encoder"))
         async with AsyncExitStack() as stack:
-            contenders = {}
+            contenders: dict[str, Callable[[], Awaitable[float]]] = {}
             for system in systems:
                 log = Path(folder, f"{system.name}.log")
                 send = await stack.enter_async_context(system.serve(checkpoint, log))
@@ -358,7 +358,7 @@ async def _overhead(
 
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncExitStack() as stack:
-            contenders = {}
+            contenders: dict[str, Callable[[], Awaitable[dict[str, float]]]] = {}
             for server in servers:
                 log = Path(folder, f"{len(contenders)}.log")
                 send = (await stack.enter_async_context(server.run(None, log))).send
@@ -475,7 +475,7 @@ async def measure_files(documents: int, rounds: int) -> Figures:
         file = Path(folder) / "documents.txt"
         file.write_text("\n".join(texts), encoding="utf-8")
         for _ in range(rounds):
-            printed = await run_rerank(file)
+            printed = await run_rerank(str(file))
             # Progress ends with a return or a newline; it begins once the model is loaded.
             progress = [(at, done) for at, part in printed for done in _DONE.findall(part)]
             loaded = max(at for at, done in progress if done == b"0")

@@ -50,7 +50,7 @@ async def measure_startup(
                     environment["XDG_CACHE_HOME"] = caches
                 if command == "serve":
                     return await _serve(environment, model, Path(folder, "log"))
-                printed = await run_rerank(lines, *([model] if model else []), **environment)
+                printed = await run_rerank(str(lines), *([model] if model else []), **environment)
                 return {"first_line_s": printed[0][0], "total_s": printed[-1][0]}
 
         for model in models or (None,):

@@ -34,8 +34,8 @@ async def take_turns(
 ) -> Turns[T]:
     """Runs all contenders in each round, and another one first. No round but the first begins after
     `seconds`. The round that warms up does not count."""
-    turns: Turns[T] = Turns(*({name: [] for name in contenders} for _ in range(3)))
     names, until = list(contenders), time.perf_counter() + seconds
+    turns: Turns[T] = Turns({n: [] for n in names}, {n: [] for n in names}, {n: [] for n in names})
     for number in range(-1 if warm_up else 0, rounds):
         if number > 0 and time.perf_counter() > until:
             break

@@ -62,11 +62,11 @@ def _scores(asked: list[Request], rounding: Rounding | None, max_tokens: int) ->
 
     model = SentenceTransformer(embedded_model_path(), device="cpu")
     model.max_seq_length = max_tokens
-    linear = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
-    for layer in linear if rounding is not None else ():
-        layer.weight = torch.nn.Parameter(rounding(layer.weight), requires_grad=False)
-        layer.register_forward_pre_hook(lambda _, given: (rounding(given[0]),))
-        layer.register_forward_hook(lambda _, given, made: to_bfloat16(made))
+    if rounding is not None:
+        for layer in (each for each in model.modules() if isinstance(each, torch.nn.Linear)):
+            layer.weight = torch.nn.Parameter(rounding(layer.weight), requires_grad=False)
+            layer.register_forward_pre_hook(lambda _, given: (rounding(given[0]),))
+            layer.register_forward_hook(lambda _, given, made: to_bfloat16(made))
     texts = list({text for request in asked for text in (str(request.query), *request.documents)})
     encoded = model.encode(texts, batch_size=_BATCH, show_progress_bar=False, output_value="token_embeddings")
     states = dict(zip(texts, encoded, strict=True))
