@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from maxsimd.engine.device.host import give_back_memory
+from maxsimd.engine.workers import give_back_memory
 
 log = logging.getLogger("maxsimd.serve")
 

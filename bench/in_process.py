@@ -25,7 +25,7 @@ from maxsimd.bench.checkpoints import save_cross_encoder, save_reranker, save_te
 from maxsimd.bench.datasets import QUERY, Bm25, Pair, docstring_pairs, numbered_documents
 from maxsimd.bench.turns import medians, take_turns
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, Engines, Muvera, RerankResult
-from maxsimd.engine.device.host import give_back_memory
+from maxsimd.engine.workers import give_back_memory
 
 T = TypeVar("T")
 Array = NDArray[Any]

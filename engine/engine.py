@@ -18,7 +18,6 @@ from maxsimd.engine.actors.actor import SetWeights
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.device.host import give_back_memory
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import (
     EngineDeadError,
@@ -79,7 +78,7 @@ from maxsimd.engine.requests import (
 )
 from maxsimd.engine.runtime import Running, ValuesArrived, call_in_thread, free_dead, launch
 from maxsimd.engine.tenants import Tenant, TenantLimits
-from maxsimd.engine.workers import run_in_thread_if_large
+from maxsimd.engine.workers import give_back_memory, run_in_thread_if_large
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 

@@ -16,7 +16,8 @@ from hypothesis import settings
 
 from maxsimd.api.process import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from maxsimd.engine.device.host import give_back_memory, usable_cores
+from maxsimd.engine.device.host import usable_cores
+from maxsimd.engine.workers import give_back_memory
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import Build, SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines

@@ -43,13 +43,6 @@ def settle_allocators() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
-def give_back_memory() -> None:
-    """Returns the C library's free memory to the system (glibc only). Takes milliseconds, without the GIL."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 @dataclass(frozen=True, slots=True)
 class Cores:
     """The cores that the process may run on (`affinity`), and the number it may keep busy on average

@@ -20,7 +20,7 @@ from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.checkpoint.stages import LOADING, StagedLoad, next_stage
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.checks import checked_maxsim, refuse_wrong_scores, warm_up
-from maxsimd.engine.device.host import give_back_memory, settle_allocators, usable_cores
+from maxsimd.engine.device.host import settle_allocators, usable_cores
 from maxsimd.engine.device.stores import open_cache, open_calibration, open_slab
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import ModelLoadError
@@ -59,7 +59,7 @@ from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, probe_sequences
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.engine.scoring.scale import Calibration
-from maxsimd.engine.workers import take_short_slices
+from maxsimd.engine.workers import give_back_memory, take_short_slices
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.methods import PASSAGES, PassageMeanPool, PoolingMethod
 from maxsimd.scheduler import TokenSequence
@@ -242,6 +242,7 @@ def load_device_model(
     with while_reading or nullcontext():
         next_stage()
         model = load_model(config, device)
+        give_back_memory()  # of what was read: it would add to the memory of what is proven
         next_stage()
         tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
         check_texts(model, config, tokenizer, content)

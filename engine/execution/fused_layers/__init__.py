@@ -28,6 +28,7 @@ from maxsimd.engine.execution.linear import children_of, is_exact_gelu, is_layer
 from maxsimd.engine.execution.runner import attend
 from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.workers import give_back_memory
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
 
     A module stays if its structure is unknown, if its results differ, or if its pair is not `known`: a trial
     in float32 notices more than one in 16 bits. Only one module at a time has its weights twice in memory."""
+    give_back_memory()  # trials take as much as two layers
     replaced: list[Fused] = []
     failures: set[str] = set()
     makers = _MAKERS if triton.runs_on(next(backbone.parameters()).device) else _MAKERS_ON_CPU
@@ -167,6 +169,7 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
             if isinstance(fused, FusedSelfAttention | FusedRotaryLayer):
                 fused.replaced_attention[0]._modules.clear()  # which it has a copy of
             replaced.append(kind)
+            give_back_memory()
     for failure in sorted(failures):
         log.warning("layers are left as they are, which is slower: %s", failure)
     return replaced

@@ -19,8 +19,10 @@ KINDS = {
     "Q6_K": (14, 256, 210),
     "BF16": (30, 1, 2),
 }
-# The kernels take this many values out at a time, and rows are checked this many at a time.
-STRIP, _ROWS = 32, 4096
+# The kernels take this many values out at a time.
+STRIP = 32
+# Values of the rows that are expanded to float32 at a time.
+_AT_ONCE = 4 << 20
 _FLOAT32 = torch.float32
 
 
@@ -96,8 +98,8 @@ class BlockTensor(torch.Tensor):
         """The matrix without blocks, as a plain tensor."""
         with torch.inference_mode(False), torch.no_grad():  # so that it may be seen otherwise in that mode
             out = torch.empty(self.shape, dtype=self.dtype)
-            for first in range(0, len(self), _ROWS):
-                part = out[first : first + _ROWS]
+            for first in range(0, len(self), self._rows_at_once):
+                part = out[first : first + self._rows_at_once]
                 numbers = part if self.dtype is _FLOAT32 else torch.empty(part.shape, dtype=_FLOAT32)
                 tables = (self.kinds[first:].data_ptr(), self.addresses[first:].data_ptr())
                 kernels().maxsimd_unpack(*tables, *part.shape, numbers.data_ptr())
@@ -106,13 +108,17 @@ class BlockTensor(torch.Tensor):
             return out
 
     @property
+    def _rows_at_once(self) -> int:
+        return max(1, _AT_ONCE // self.shape[1])
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of the blocks."""
         sizes = {number: self.shape[1] // values * size for number, values, size in KINDS.values()}
         return sum(sizes[number] for number in self.kinds.tolist())
 
     def is_finite(self) -> bool:
-        parts = torch.arange(len(self)).split(_ROWS)
+        parts = torch.arange(len(self)).split(self._rows_at_once)
         return all(bool(self.rows(part).numbers().isfinite().all()) for part in parts)
 
     @classmethod
