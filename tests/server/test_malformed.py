@@ -13,7 +13,7 @@ from tests.server.raw_client import RERANK, RawClient, head, post
 
 LENGTH = f"Content-Length: {len(RERANK)}"
 NOT_HTTP = "this is not HTTP/1.1"
-NOT_ALL = "or not all of it; check Content-Encoding"
+NOT_ALL = "or is incomplete; check Content-Encoding"
 MOST_BYTES = 8 << 20
 CLOSE, GZIP, CHUNKED = "Connection: close", "Content-Encoding: gzip", "Transfer-Encoding: chunked"
 POST = "POST /rerank HTTP/1.1"

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -324,8 +325,8 @@ async def test_parts_add_up(colbert: RecordingEngine, vectors: Any, monkeypatch:
     add = scorer._add
     for similarity in ("maxsim", "meanmaxsim"):
         monkeypatch.setattr(processor, "_price", ScoringPrice(1000))
-        for each in (scorer, processor):
-            monkeypatch.setattr(each, "_similarity", similarity)
+        monkeypatch.setattr(scorer, "_similarity", similarity)
+        monkeypatch.setattr(processor, "_model", replace(processor._model, similarity=similarity))
         for given in (query, QUERY):
             request = given, [rows[1], *DOCUMENTS, rows[0]]
             expected = await colbert.score(*request, explain=True)
