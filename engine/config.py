@@ -260,7 +260,7 @@ class EngineConfig:
     )
     cache_mb: int | None = option(
         None,
-        "Cache for documents, in MiB; 0 for none",
+        "Cache for documents and scores, in MiB; 0 for none",
         group="cache",
         by_default="1/16 of free memory",
         is_usual=True,

@@ -68,7 +68,7 @@ class GatheringHead(ABC):
         """The head of `hidden[rows]`: [len(rows), dim], in a precision of its own."""
 
 
-# All pooling methods by name. A class registers itself.
+# Pooling methods by the name that configurations give. A class with a name registers itself.
 METHODS: dict[str, type["PoolingMethod"]] = {}
 # Names of methods by sentence-transformers' `pooling_mode`: "max" is "max-pooling", for example.
 MODES: dict[str, str] = {}

@@ -399,8 +399,9 @@ _BATCHES_TOGETHER = 4
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A forward pass, then cached documents to score, then pictures to encode for later steps. The requests
-    in `first` run before all that, in a pass of their own. The parts of a split step keep its `step_id`."""
+    """A forward pass, then cached documents to score, then pictures to encode for later steps. Requests in
+    `first` run before the others, in a pass of their own; all pictures come last. The parts of a split step
+    keep its `step_id`."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
@@ -432,7 +433,7 @@ class Step:
 
     def stages(self) -> list["Step"]:
         """The parts that run and are delivered one after the other: the chunks, then a few cached batches at
-        a time, then pictures, all for the requests in `first` before the others. So results of a forward pass
+        a time, for the requests in `first` before the others; then all pictures. So results of a forward pass
         do not wait for other requests' cached documents."""
         stages = []
         for is_first in (True, False) if self.first else (False,):

@@ -165,7 +165,7 @@ def _scale(facts: ModelFacts, normalize: bool) -> CardScale | None:
     """The scale of scores by default, or of normalized ones; None if the model has none."""
     if facts.is_classifier or (normalize and not facts.normalizes):
         return None
-    scale = facts.scales.of(use_activation=True, normalize=normalize)
+    scale = facts.scales.normalized if normalize else facts.scales.default
     return CardScale(scale.transform, scale.least, scale.most)
 
 

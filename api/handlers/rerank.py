@@ -383,9 +383,10 @@ def with_fields_of(
 
 def scale_of(state: ServerState, body: wire.Scoring) -> ScoreScale:
     """The scale of the scores that a request gets."""
-    scale = state.engine.facts.scales.of(
-        use_activation=_wants_activation(body), normalize=_wants_normalized(state, body)
-    )
+    scales = state.engine.facts.scales
+    scale = scales.default if _wants_activation(body) else scales.raw
+    if _wants_normalized(state, body):
+        scale = scales.normalized
     return ScoreScale(scale.transform, scale.least, scale.most)
 
 

@@ -240,7 +240,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepEnding:
-    """Runner to scheduler: the last stage of a step has started, not one of pictures. Choose the next."""
+    """Runner to scheduler: the last stage of a step has started, and it is none of pictures. Choose the next
+    step."""
 
     step_id: int
 

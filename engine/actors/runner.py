@@ -338,8 +338,8 @@ class PoolingActor(Actor[PoolingMessage]):
 class ScoringActor(Actor[ScoringMessage]):
     """Owns the `DocumentScorer`, which stores queries and scores documents against them.
 
-    The results of a stage leave the device in one transfer. A classifier with one of `num_labels` labels has
-    its logit as a score."""
+    The results of a stage leave the device in one transfer. If `num_labels` is 1, a classifier's result is a
+    number, its logit."""
 
     def __init__(self, mailbox: Mailbox[ScoringMessage], scorer: DocumentScorer, num_labels: int) -> None:
         super().__init__(mailbox)

@@ -54,7 +54,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests, and keeps up to `steps_in_flight` steps on the device.
 
     Others on its loop may read its properties, `rate`, `step_times` and `num_signs` (signs of life of the
-    device), wait for `changed`, ask for `work_ahead`, and `post` requests. All else goes by message.
+    device), wait for `changed` and clear it, ask for `work_ahead` and `waiting_of`, and `post` requests. All
+    else goes by message.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self.pace = ServiceRate(scheduler.limits.tokens if small is None else small)
         self.step_times = StepTimes()
         self.num_signs = 0
-        # Set when less may wait than before. Whoever waits for it clears it.
+        # Set after each message: less may wait than before. Whoever waits for it clears it.
         self.changed = asyncio.Event()
 
     @property

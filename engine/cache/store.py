@@ -314,7 +314,8 @@ class EmbeddingCache(_Cache[CachedEmbedding]):
             self._warming.start()
 
     def key(self, text: str, how: str) -> bytes:
-        """Returns the digest of a document and `how` it is read: truncation, limits, the owning tenant."""
+        """Returns the digest of the fingerprint, a document, and `how` it is read: truncation, limits, the
+        owning tenant."""
         digest = hashlib.blake2b(self._fingerprint, digest_size=32)
         digest.update(how.encode())
         digest.update(b"\0")

@@ -20,11 +20,6 @@ class Scales:
     raw: ScoreScale
     normalized: ScoreScale
 
-    def of(self, *, use_activation: bool, normalize: bool) -> ScoreScale:
-        if normalize:
-            return self.normalized
-        return self.default if use_activation else self.raw
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:

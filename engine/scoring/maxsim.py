@@ -1,4 +1,6 @@
-"""MaxSim over packed ragged embeddings, in backends with one signature; `maxsim_reference` defines it."""
+"""MaxSim over packed ragged embeddings, in several backends; `maxsim_reference` defines it. Signatures are
+`MaxSim` for documents end to end, `MaxSimApart` for documents each in its own tensor, and `MaxSimSpans` for
+rows of a slab."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

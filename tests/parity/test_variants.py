@@ -529,4 +529,4 @@ async def test_the_probability_of_a_label_is_a_score(
     ours = await engines.scores(config, few)
     np.testing.assert_allclose(ours, probabilities[:, 2 if multi else 1], atol=1e-5)
     engine = await engines(config)
-    assert engine.facts.scales.of(use_activation=True, normalize=False).most == 1
+    assert engine.facts.scales.default.most == 1
