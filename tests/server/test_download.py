@@ -107,10 +107,10 @@ def test_a_downloaded_checkpoint_is_served_without_a_hub(
     assert len(hub.asked) == number, "a comparison asks no hub"
 
     server = start_server(str(folder), "--offline", "--dtype", "float32", environment=NO_HUB)
-    ours, theirs = (
-        httpx.post(each.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()["data"]
-        for each in (server, cross_encoder_server)
-    )
+    body = {"queries": "q", "documents": ["a", "b"]}
+    answers = [httpx.post(each.url + "/score", json=body) for each in (server, cross_encoder_server)]
+    assert all(answer.is_success for answer in answers), [answer.text for answer in answers]
+    ours, theirs = (answer.json()["data"] for answer in answers)
     # Each server lays out its weights as it found fastest, which rounds differently.
     assert [each["score"] for each in ours] == pytest.approx([each["score"] for each in theirs], abs=1e-5)
 
