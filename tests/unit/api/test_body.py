@@ -61,14 +61,17 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
 
 
 def _longest_call(function: Callable[[], object]) -> float:
-    """The CPU seconds of the longest call of C code: each may hold Python's lock."""
-    times = [time.thread_time()]
-    sys.setprofile(lambda *event: times.append(time.thread_time()))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return max(later - earlier for earlier, later in pairwise(times))
+    """The CPU seconds of the longest call of C code, the least of three tries. It may hold Python's lock."""
+    longest = []
+    for _ in range(3):
+        times = [time.thread_time()]
+        sys.setprofile(lambda *event, times=times: times.append(time.thread_time()))
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+        longest.append(max(later - earlier for earlier, later in pairwise(times)))
+    return min(longest)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +83,14 @@ def test_no_call_holds_the_lock_for_long(number: bytes, count: int) -> None:
         (number + b",") * count,
         b'"timeout": 1e308,' * 20_000,
     )
-    assert _longest_call(lambda: bodies.decode_in_parts(body, kind)) < 0.08
+    whole = _longest_call(lambda: msgspec.json.decode(body, type=kind))
+    assert _longest_call(lambda: bodies.decode_in_parts(body, kind)) < whole / 4
 
 
 @pytest.mark.parametrize("text", [b"a" * (16 << 20), b"\\" * (16 << 20), rb"\ud83d" * 100_000])
 def test_nor_does_one_that_finds_halves_of_characters(text: bytes) -> None:
     body = bytearray(rb'{"query": "a", "documents": ["%b\ud83d"], "on_error": "report"}   ' % text)
+    # About the time of one pass over a string of that length.
     assert _longest_call(lambda: bodies.decode_with_halves(body, RerankRequest)) < 0.08
     assert _longest_call(lambda: bodies.shape_of(body, NOTHING)) < 0.02
 

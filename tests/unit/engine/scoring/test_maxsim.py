@@ -235,9 +235,10 @@ def test_rows_and_queries_of_any_form_are_read() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         queries = Ragged(torch.randn(5, 7).to(dtype), (0, 2, 5))
         joined = Ragged.join([one.decoded(dtype) for one in documents])
-        expected = maxsim_reference(queries.decoded(torch.float32), joined.decoded(torch.float32), pairs)
+        exact = [queries.decoded(torch.float32), joined.decoded(torch.float32)]
         scores = maxsim_apart_avx512(queries, rows_of(documents), pairs)
-        assert torch.allclose(scores, expected, rtol=1e-2, atol=1e-2), dtype
+        sizes = maxsim_reference(*(Ragged(each.values.abs(), each.offsets) for each in exact), pairs)
+        assert ((scores - maxsim_reference(*exact, pairs)).abs() <= sizes / 250).all(), dtype
 
 
 # Every similarity against its definition.
