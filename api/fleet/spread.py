@@ -128,6 +128,8 @@ class Spreader:
                 weight = int(job.first.tokens.sum())
                 whole = fleets.Part(members, np.zeros(1, dtype=np.int64), weight, is_whole=True)
                 await self._run_parts(job.first, [whole], reach, deadline)
+                if job.first.answer is None:
+                    return  # out of time, and a partial result may have no scores
             await self._run_parts(job, parts, reach, deadline)
         except TimeoutError:
             assert job.timeout is not None
@@ -343,9 +345,11 @@ class ScoreJob(Job):
 
     def result(self) -> ScoreResult:
         """One score per document. The query counts once. Partial results may lack parts."""
-        count = len(self.documents)
+        count, ranking = len(self.documents), self._ranking_scores
         if self.is_partial and (late := [i for i in range(count) if i not in self._scores]):
             scores = [self._arrived.get(i, math.nan) for i in late]
+            if self._arrived.keys() & {*late}:
+                ranking = self._scores  # raw scores of these did not arrive
             unscored = tuple(i for i, score in enumerate(scores) if math.isnan(score))
             self.commit(np.array(late), wire.Scored(ScoreResult(scores, Usage(0), 0, unscored)))
         results = self._results
@@ -360,7 +364,7 @@ class ScoreJob(Job):
             slowest([each.timings for each in results]),
             self._explanations,
             truncated_queries,
-            [self._ranking_scores[i] for i in range(count)],
+            [ranking[i] for i in range(count)],
         )
 
 

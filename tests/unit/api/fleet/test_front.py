@@ -354,6 +354,10 @@ async def test_parts_without_time_count_no_query() -> None:
     assert (result.usage, result.truncated, result.truncated_queries) == (Usage(30, 0, 0, 10), 1, 1)
     assert (result.unscored, result.errors) == ((1,), {2: "documents[2] is bad"})
     np.testing.assert_array_equal(result.ranking_scores, [20.0, math.nan, math.nan])
+    late = ScoreJob(_FACTS, "q", ["a", "b"], {**SCORE_DEFAULTS, "on_timeout": "partial"}, lambda *_: None)
+    late.arrived(np.array([1]), wire.Arrived(ScoreResult([2.0], Usage(0), 0), [0]))
+    late.commit(np.array([0]), wire.Scored(whole))
+    assert late.result().ranking_scores == [1.0, 2.0], "raw scores are no match for final ones"
 
 
 def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
@@ -646,9 +650,9 @@ async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await asking
         await until(lambda: sum(engine.cancelled for engine in engines) == 1)
-        assert [engine.asked for engine in engines] == [[], []]
         partial = await front.score("q", DOCUMENTS, timeout=0.2, on_timeout="partial")
         assert (partial.unscored, partial.usage) == (tuple(range(60)), Usage(0))
+        assert [engine.asked for engine in engines] == [[], []]
 
 
 def test_what_is_sent_is_received() -> None:
