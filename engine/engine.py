@@ -176,6 +176,8 @@ class Engine:
         if (starting := self._starting) is not None and not starting.done():
             starting.cancel()
             await asyncio.wait({starting})
+        if self._running is not None:
+            self._running.check_loop()
         running = self._pop_running()
         if running is None:
             return

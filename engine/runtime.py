@@ -310,6 +310,11 @@ class Running:
         finally:
             del work  # it holds the error, which holds this frame
 
+    def check_loop(self) -> None:
+        """Raises EngineNotReadyError while another event loop runs this."""
+        if self._loop is not asyncio.get_running_loop() and not self._loop.is_closed():
+            raise EngineNotReadyError("the engine runs on another event loop: stop it there")
+
     async def close(self, grace: float | None) -> None:
         """Waits at most `grace` seconds for open requests, then frees everything."""
         try:
@@ -336,7 +341,8 @@ class Running:
     async def _free(self, end: Callable[..., None]) -> None:
         """Ends actors and threads, and then closes the cache."""
         self._supervisor.cancel()
-        await asyncio.gather(self._supervisor, return_exceptions=True)
+        if not self._supervisor.done():  # the end of another event loop has ended it
+            await asyncio.gather(self._supervisor, return_exceptions=True)
         self._metrics.cache = None
         self.admission.close()
         await call_in_thread(partial(end, self._seconds_for_device()))

@@ -5,6 +5,7 @@ import inspect
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -133,16 +134,21 @@ def test_lists_of_texts_and_what_is_like_them_are_read(engine: SyncEngine) -> No
 
 
 def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
-    engine = Engine(dtype="float32")
+    engine, before = Engine(dtype="float32"), {*threading.enumerate()}
     first = asyncio.new_event_loop()
     try:
         first.run_until_complete(engine.start())
         with pytest.raises(errors.EngineNotReadyError, match="another event loop"):
             asyncio.run(engine.score(QUERY, TEXTS))
+        with pytest.raises(errors.EngineNotReadyError, match="stop it there"):
+            asyncio.run(engine.stop())
         assert first.run_until_complete(engine.score(QUERY, TEXTS)).scores
     finally:
         first.run_until_complete(engine.stop())
         first.close()
+    asyncio.run(engine.start())
+    asyncio.run(engine.stop())  # its own loop has ended
+    assert {*threading.enumerate()} <= before
 
 
 DOCUMENTS = ["Cats <b>sleep</b>.", "[red]Paris[/red]\x1b is\nthe $capital$ of France.", "x " * 500]
