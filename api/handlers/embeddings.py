@@ -137,7 +137,10 @@ class EmbeddingsRequest(wire.Common, kw_only=True):
     ] = None
     chunks: Annotated[
         list[tuple[wire.NotNegative, wire.NotNegative]] | None,
-        about("First and last character of each chunk of the one text in `input`.", [[0, 24]]),
+        about(
+            "First character of each chunk of the one text in `input`, and the one after its last.",
+            [[0, len(wire.DOCUMENTS[0])]],
+        ),
     ] = None
     encoding: Annotated[
         Literal["muvera"] | None, about("Make one vector of a text's token vectors. Default: no.", "muvera")

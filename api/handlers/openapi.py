@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from maxsimd import __version__
-from maxsimd.api.handlers.rerank import ENGINE_FIELDS
+from maxsimd.api.handlers.rerank import ENGINE_FIELDS, TeiRanked
 from maxsimd.api.handlers.route import Group, Route
 from maxsimd.api.wire import ErrorResponse, Scoring
 
@@ -190,4 +190,6 @@ def _headers_of(route: Route) -> tuple[str, ...]:
         return ()
     scored = any(isinstance(kind, type) and issubclass(kind, Scoring) for kind in route.kinds)
     scale = ("x-maxsimd-score-scale",) if scored else ()
-    return ("x-maxsimd-warnings", *scale, *(_OF_TEI if route.shown.group is Group.TEI else ()))
+    is_teis = route.shown.group is Group.TEI and route.path != "/decode"
+    tei = _OF_TEI if is_teis or list[TeiRanked] in route.answers else ()
+    return ("x-maxsimd-warnings", *scale, *tei)

@@ -184,8 +184,8 @@ async def answer_of(
     tei: Mapping[str, str] | None = None,
     more_warnings: Iterable[str] = (),
 ) -> Answer:
-    """Answers with the wire type that `build` makes with the warnings; see `wire_answer`. With `tei_headers`
-    it has text-embeddings-inference's times too, in whole milliseconds."""
+    """Answers with the wire type that `build` makes with the warnings; see `wire_answer`. With `tei` (see
+    `tei_headers`) it has text-embeddings-inference's times too, in whole milliseconds."""
     warnings = warnings_of(result.truncated, state.field_warnings, body if tei is None else None)
     warnings = [*(warnings or ()), *more_warnings] or UNSET
     answer = await wire_answer(lambda: build(warnings), items, characters)

@@ -108,6 +108,8 @@ async def test_every_route_answers_and_fits_its_schemas(engine: RecordingEngine,
         if path in REFUSING:
             continue
         described = operation["responses"][str(answer.status)]
+        assert path != "/decode" or "x-compute-type" not in described["headers"]
+        assert {"x-compute-type"} & answer.headers.keys() <= described["headers"].keys(), path
         if not answer.body:
             assert "content" not in described, path
             continue
@@ -119,6 +121,7 @@ async def test_every_route_answers_and_fits_its_schemas(engine: RecordingEngine,
 
 async def test_errors_and_wrong_requests_are_as_described(engine: RecordingEngine, page: Any) -> None:
     described = page["paths"]["/rerank"]["post"]
+    assert "x-compute-type" in described["responses"]["200"]["headers"]
     error = described["responses"]["default"]["content"]["application/json"]["schema"]
     request = described["requestBody"]["content"]["application/json"]["schema"]
     for body in ({"query": 7, "documents": ["d"]}, {"documents": ["d"]}, []):
