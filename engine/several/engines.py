@@ -160,7 +160,8 @@ class Engines:
     async def stop(self, grace: float | None = None) -> None:
         """Drops all models at once, each with `grace` seconds for the requests that it has (None: for as long
         as they take). One that is being dropped already has no longer than that either."""
-        self._check_loop()
+        if self._loop is not None and not self._loop.is_closed():
+            self._check_loop()
         self._num_stops += 1
         try:
             for going in list(self._dropping):

@@ -171,6 +171,9 @@ async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, conf
             return len((await engines["a"].score("a", ["b"])).scores)
 
     assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
+    await asyncio.to_thread(asyncio.run, engines.start())
+    await engines.stop()  # the event loop of the start has ended
+    assert not engines._devices._shared
 
 
 async def test_cancelled_loads_are_repeated(both: Engines, reranker: EngineConfig, held_load: Pause) -> None:
