@@ -70,13 +70,14 @@ class Stop:
     """Handles the signals that end a server. For `drain` seconds after SIGTERM and SIGHUP it still takes
     work, so that load balancers notice. SIGINT skips that. `grace` seconds later, at the `deadline` (event
     loop's time), requests must be done. A second signal ends the process at once, and so does a server that
-    is not done some seconds after the deadline."""
+    is not done some seconds after the deadline. With `is_led` a supervisor handles further signals: one that
+    was sent to all processes comes from it once more."""
 
-    def __init__(self, grace: float, drain: float = 0.0) -> None:
+    def __init__(self, grace: float, drain: float = 0.0, is_led: bool = False) -> None:
         import asyncio  # late: the command line says what it loads before this is imported
 
         self._loop = asyncio.get_running_loop()
-        self._grace, self._drain = grace, drain
+        self._grace, self._drain, self._is_led = grace, drain, is_led
         self._drained = asyncio.Event()
         self._signaled = asyncio.Event()
         self._watchdog: threading.Timer | None = None
@@ -119,6 +120,8 @@ class Stop:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if self._signaled.is_set():
+            if self._is_led:
+                return
             log.warning("stopped at once by a second signal")
             exit_at_once(128 + number)
         self.begin(0, 0.0 if number == signal.SIGINT else self._drain)

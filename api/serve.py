@@ -186,7 +186,7 @@ async def run_server(
 ) -> int:
     """Serves an engine that is not started yet until a signal comes; returns the exit status. `sockets`
     listen already. `fleet` is there if other processes belong to the server."""
-    stop = Stop(server_config.grace_seconds, server_config.drain_seconds)
+    stop = Stop(server_config.grace_seconds, server_config.drain_seconds, fleet is not None)
     try:
         # Listen first: /health and /ready answer while the model loads.
         door = await _open(engine, server_config, sockets, fleet)

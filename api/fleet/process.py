@@ -105,7 +105,8 @@ def _check(setup: Setup, engine: FleetEngine) -> None:
 
 
 async def _engine(setup: Setup, started: float) -> int:
-    stop = Stop(setup.server_config.grace_seconds)
+    config = setup.server_config
+    stop = Stop(config.drain_seconds + config.grace_seconds, is_led=True)
     engine = Engine(setup.engine_config)
     engine.metrics.registry.register(DroppedEvents())
     if not await Loading(engine, stop, EngineDeaths()).first():
@@ -117,8 +118,13 @@ async def _engine(setup: Setup, started: float) -> int:
     log.info("replica %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
     with postponed_garbage_collection():
         collecting = asyncio.create_task(collect_when_quiet(answers.is_idle, resident_bytes))
-        ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.signaled())}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        dead, signaled = asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.signaled())
+        await asyncio.wait({dead, signaled}, return_when=asyncio.FIRST_COMPLETED)
+        if engine.death is None:
+            # Fronts that got the signal too finish their requests first.
+            left = asyncio.create_task(door.until_left())
+            seconds = stop.deadline - asyncio.get_running_loop().time()
+            await asyncio.wait({dead, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()
     if engine.death is not None:
         log.error("replica %d has died: %s", setup.slot, engine.death)

@@ -137,13 +137,13 @@ class _Fleet:
         secret = secrets.token_bytes(32)
         setup = Setup(False, 0, engine_paths, front_paths, numbers, engine_config, server_config, secret)
         self._engines, self._fronts = list[_Process](), list[_Process]()
+        self._is_asked = asyncio.Event()
         for slot in range(server_config.replicas):
             own = replace(engine_config, device=devices[slot % len(devices)].strip(), threads=threads)
-            self._engines.append(_Process(replace(setup, slot=slot, engine_config=own)))
+            self._engines.append(_Process(replace(setup, slot=slot, engine_config=own), self._is_asked))
         for slot in range(server_config.fronts):
-            self._fronts.append(_Process(replace(setup, is_front=True, slot=slot)))
+            self._fronts.append(_Process(replace(setup, is_front=True, slot=slot), self._is_asked))
         self._sockets = sockets
-        self._is_asked = asyncio.Event()
         self._signal = signal.SIGINT  # without a signal there is nothing to drain
         self._seconds = server_config.drain_seconds + server_config.grace_seconds + _MARGIN_SECONDS
 
@@ -200,8 +200,9 @@ class _Fleet:
 class _Process:
     """One process of the fleet and its replacements."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, is_asked: asyncio.Event) -> None:
+        """`is_asked` is set once the fleet is to end."""
+        self._setup, self._is_asked = setup, is_asked
         paths = setup.front_paths if setup.is_front else setup.engine_paths
         self._path = Path(paths[setup.slot])
         self._name = f"{'front' if setup.is_front else 'replica'} {setup.slot}"
@@ -220,7 +221,7 @@ class _Process:
             except OSError as error:
                 log.error("%s cannot be started: %s", self._name, error)
                 status = 1
-            if self._ending.is_set():
+            if self._ending.is_set() or (status == 0 and self._is_asked.is_set()):
                 return
             was_ever_ready |= self.is_ready
             failures = 0 if self.is_ready else failures + 1

@@ -219,15 +219,18 @@ def test_a_fleet_finishes_its_work_and_then_ends(fleet: Server) -> None:
     wait_for(lambda: _num_engines(fleet) == 2, 60)
     processes = [pid for pids in _children(fleet).values() for pid in pids]
     assert len(processes) >= 3
+    restarts = fleet.log.count("is started again")
     with ThreadPoolExecutor() as threads:
         documents = [f"{i} {text}" for i in range(40) for text in DOCUMENTS]
         body = {"query": "a list", "documents": documents, "cache": "bypass"}
         asked = threads.submit(httpx.post, fleet.url + "/rerank", json=body, timeout=60)
         wait_for(lambda: fleet.metric("maxsimd_queue_tokens") > 0)
-        fleet.process.send_signal(signal.SIGINT)
+        for pid in (*processes, fleet.process.pid):  # as service managers do
+            os.kill(pid, signal.SIGINT)
         assert fleet.process.wait(60) == 0
         assert asked.result().status_code == 200, "what is in flight is finished"
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+    assert fleet.log.count("is started again") == restarts
 
 
 @pytest.mark.one_process
