@@ -4,6 +4,7 @@ Importing this module loads neither Ray nor torch; `ray` is needed once a data s
 
 import asyncio
 import os
+import re
 import sys
 import threading
 import warnings
@@ -85,6 +86,8 @@ Row: TypeAlias = dict[str, Any]
 
 # An error names at most this many documents.
 _MOST_NAMED = 5
+# A document as the engine's messages name it.
+_DOCUMENT = re.compile(r"\bdocuments\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,14 @@ class ScoreRow:
             more = len(errors) - len(named)
             error = "; ".join(named) + (f"; and {more} more" if more else "")
         return self._columns([scores.get(i) for i in range(len(self.documents))], error, tokens)
+
+    def named(self, message: str, indexes: Sequence[int]) -> str:
+        """The engine's message about the texts at `indexes`, with the row's own name of a document."""
+
+        def own(found: re.Match[str]) -> str:
+            return "document" if self.is_pair else f"documents[{indexes[int(found[1])]}]"
+
+        return _DOCUMENT.sub(own, message, count=1)
 
     def _columns(self, scores: list[float | None] | None, error: str | None, tokens: int) -> Row:
         rest = {"error": error, "prompt_tokens": tokens}
@@ -207,8 +218,10 @@ class RowEngine:
         try:
             result = await self._engine.score(row.query, texts, priority="batch", **reported, **options)
         except ROW_ERRORS as error:
-            return row.refused(str(error))
-        errors |= {indexes[i]: reason for i, reason in result.errors.items()}
+            return row.refused(row.named(str(error), indexes))
+        for i, reason in result.errors.items():
+            # A list of errors has the names before them.
+            errors[indexes[i]] = row.named(reason, indexes).removeprefix(f"documents[{indexes[i]}] ")
         scores = {indexes[i]: score for i, score in enumerate(result.scores) if i not in result.errors}
         return row.scored(scores, errors, result.usage.prompt_tokens)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -128,6 +129,10 @@ def test_a_document_that_cannot_be_scored_spares_the_others(late: ScoreRows) -> 
     assert (rows[1]["scores"], rows[1]["error"]) == ([None, None], "query is no text but null")
     assert (rows[2]["scores"], rows[2]["error"]) == ([], None)
     assert (rows[3]["scores"], rows[3]["error"]) == (None, "there are no documents")
+    (row,) = late.score(broken := [{"query": "file", "documents": [None, "a file", "\ud800"]}])
+    assert row["error"].startswith("documents[0]: is no text but null; documents[2]: has half of a ")
+    with patch.object(late._engine._engine, "score", side_effect=InvalidRequestError("documents[1] is bad")):
+        assert late.score(broken)[0]["error"] == "documents[2] is bad"
 
 
 def test_a_document_that_is_too_long_is_named(bert_cross_encoder: str) -> None:
@@ -138,9 +143,9 @@ def test_a_document_that_is_too_long_is_named(bert_cross_encoder: str) -> None:
     pairs = short(_table(*({"query": "file", "document": text} for text in texts)))
     short.close()
     assert [score is None for score in row["scores"]] == [False, True]
-    assert row["error"].startswith("documents[1]: ")
+    assert row["error"].startswith("documents[1]: has ")
     assert [score is None for score in pairs["score"].to_pylist()] == [False, True]
-    assert [error is None for error in pairs["error"].to_pylist()] == [True, False]
+    assert [error and error[:13] for error in pairs["error"].to_pylist()] == [None, "document has "]
 
 
 def test_other_columns_stay_and_added_ones_are_replaced(late: ScoreRows) -> None:
