@@ -185,9 +185,11 @@ async def run_peers(
     A system that does not start ends the run with an error."""
     experiments = {name: each for name, each in {**EXPERIMENTS, **SHAPES}.items() if name in wanted}
     results = Results(_limits())
-    servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
+    # All clients' requests are to be served, however long the last of them waits.
+    patient = ("--max-wait-seconds", "3600")
+    servers: list[System] = [maxsimd(OURS, *patient), maxsimd(QUANTIZED, *patient, "--quantization", "int8")]
     if before is not None:
-        servers.insert(1, maxsimd(BEFORE, executable=before))
+        servers.insert(1, maxsimd(BEFORE, *patient, executable=before))
     if vllm_executable is None:
         click.echo("vLLM is left out: name its executable with --vllm (see --help)", err=True)
     else:

@@ -182,8 +182,8 @@ class EngineConfig:
     maxsim: Literal["auto", "reference", "tiled", "avx512", "triton"] = option(
         "auto", "Backend of MaxSim: auto, reference, tiled, avx512 or triton", within="debug"
     )
-    attention: Literal["auto", "varlen", "triton", "torch"] = option(
-        "auto", "Backend of attention on a GPU: auto, varlen, triton or torch", within="debug"
+    attention: Literal["auto", "triton", "torch"] = option(
+        "auto", "Backend of attention on a GPU: auto, triton or torch", within="debug"
     )
     cuda_graphs: Literal["auto", "off"] = option("auto", "CUDA graphs: auto or off", within="debug")
     packing: Literal["auto", "off"] = option("auto", "Steps without padding: auto or off", within="debug")

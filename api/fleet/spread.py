@@ -399,7 +399,8 @@ class RankJob(ScoreJob):
 
 
 def _total(parts: list[Usage]) -> Usage:
-    """Of parts that have the same query, which counts once. One that ran out of time has read none."""
+    """Usage of a request whose parts all have its query, which counts once. A part that ran out of time may
+    not have read it."""
     of_query = max(each.query_tokens for each in parts)
     prompt_tokens = sum(each.prompt_tokens - each.query_tokens for each in parts) + of_query
     cached = sum(each.cached_tokens for each in parts), sum(each.cached_documents for each in parts)

@@ -16,9 +16,11 @@ import torch
 
 from maxsimd.bench.report import Figures
 from maxsimd.engine.execution.attention.backend import AttentionBackend, OneByOneBackend
+from maxsimd.engine.execution.attention.gpu import TritonBackend
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.ops.triton.launch import is_nvidia
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.pooling.ragged import Ragged
 
@@ -397,9 +399,7 @@ def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
 
 
 def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
-    """The figures of the backends that run on the device, and of a product a sequence."""
-    from maxsimd.engine.execution.attention.select import candidates
-
+    """The figures of our kernel, of torch's variable-length attention, and of a product a sequence."""
     device = setting.device
     low, high = shape.tokens // 2, shape.tokens * 3 // 2 + 1
     lengths = np.random.default_rng(0).integers(low, high, shape.sequences).tolist()
@@ -416,9 +416,21 @@ def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
     qkvs = [first, *(_draw_qkv(shape, sum(lengths), device) for _ in range(1, setting.copies(nbytes)))]
     wide = QKV(first.query.float(), first.key.float(), first.value.float(), first.scaling)
     exact = OneByOneBackend().full(wide, OneByOneBackend().prepare(layout, device))
-    found = candidates(device, torch.bfloat16)
     makers = {"one by one": by(OneByOneBackend())}
-    makers |= {OURS if name == "triton" else name: by(make()) for name, make in found.items()}
+    if triton_ops.runs_on(device):
+        makers[OURS] = by(TritonBackend())
+    if is_nvidia(device):
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets, most = torch.tensor(starts, dtype=torch.int32, device=device), max(lengths)
+        options: dict[str, Any] = {"window_size": (-1, 0)} if shape.causal else {}
+        options |= {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
+
+        def in_torch(qkv: QKV) -> Run:
+            rows = (x.transpose(0, 1) for x in (qkv.query, qkv.key, qkv.value))
+            return partial(varlen_attn, *rows, offsets, offsets, most, most, **options)
+
+        makers["torch"] = in_torch
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
     work = Work(4.0 * pairs * shape.heads * shape.head_dim, nbytes)
     return _measured(f"attention: {shape.name}", prepared(makers, qkvs, exact), work, setting)

@@ -94,7 +94,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self.pace = ServiceRate(scheduler.limits.tokens if small is None else small)
         self.step_times = StepTimes()
         self.num_signs = 0
-        # Set after each message: less may wait than before. Whoever waits for it clears it.
+        # Set after each message, when fewer tokens may be waiting; cleared by the task that waits for it.
         self.changed = asyncio.Event()
 
     @property

@@ -104,7 +104,7 @@ def _parts(
         "probabilities": torch.sigmoid if sigmoid else torch.nn.Softmax(dim=-1),
         "labels": labels,
         "pairs": PairRules(truncation, template),
-        # Of the output layer of a language model only the rows of its answers are left.
+        # A language model's output layer has been cut down to the rows of its answers.
         "reader": LibraryReader(encoder, can_score=not isinstance(task.reference, WordLogitsReference))
         if given is None or template is None
         else TemplateReader(encoder.tokenizer, template),

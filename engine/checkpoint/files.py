@@ -532,7 +532,7 @@ def _is_of_torch(path: Path) -> bool:
 
 def modules_in(folder: Path) -> list[tuple[str, str]]:
     """The folder and the type of each module that modules.json and the router_config.json of a Router name.
-    What is wrong with these files their loader reports."""
+    Leaves out what it cannot read: the loader of these files reports it."""
     found = json_of(folder / "modules.json")
     entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
     modules = [(str(each.get("path") or ""), str(each.get("type", ""))) for each in entries]

@@ -275,7 +275,7 @@ def _made_ready(loaded: DeviceModel, config: EngineConfig) -> DeviceModel:
         refuse_wrong_scores(model, maxsim, dim, device, loaded.scored_in)
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     results = torch.float32 if as_int8 else loaded.dtype
-    pooler = _pooler(model, loaded.tasks, loaded.dtype, results if maxsim_name == "triton" else None)
+    pooler = pooler_of(model, loaded.tasks, loaded.dtype, results if maxsim_name == "triton" else None)
     next_stage()
     if device.type != "cpu":
         warm_up(model, loaded.runner, pooler)
@@ -291,7 +291,7 @@ def _made_ready(loaded: DeviceModel, config: EngineConfig) -> DeviceModel:
     )
 
 
-def _pooler(
+def pooler_of(
     model: LoadedModel, tasks: Mapping[str, Task], dtype: torch.dtype, results: torch.dtype | None
 ) -> DispatchPooler:
     """The pooling of a model's tasks; with `results`, heads for all tokens are one kernel that writes
@@ -381,30 +381,21 @@ def _prepare(
             device,
         )
     backend = choose_attention(config.attention, model, device, dtype, compiled)
-    use_device(device)
     started = time.perf_counter()
-    with one_thread(), _samples(model, probes) as (samples, layers):
+    with one_thread(), samples_of(model, probes) as (samples, layers):
         if runs_plain_torch(device):
-            with _samples(load_model(config, torch.device("cpu")), probes) as (on_cpu, _):
+            with samples_of(load_model(config, torch.device("cpu")), probes) as (on_cpu, _):
                 refuse_unlike_cpu(model.name, device, samples, on_cpu)
-        # Plain torch in place of a backend without float32, to prove layout, positions and masks.
-        in_proof = backend
-        if not backend.supports_float32:
-            in_proof = GroupedBackend(
-                backend.arrangement,
-                supports_first_rows=backend.supports_first_rows,
-                supports_causal_ends=backend.supports_causal_ends,
-            )
-        execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
+        execution = choose_execution(model, device, backend, samples, config.packing == "auto")
         # Our Triton kernels for whole layers do not multiply int8 weights.
         may_fuse = config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
         fused = isinstance(execution, Packed) and may_fuse
         mismatch: str | None = None
         fusible: frozenset[Fused] | str = ""
         if fused:
-            fusible = proven_fused(model, make_runner(execution, model, device, in_proof), samples)
+            fusible = proven_fused(model, make_runner(execution, model, device, backend), samples)
         elif not isinstance(execution, OneByOne) and device.type == "cpu":
-            runner = make_runner(execution, model, device, in_proof)
+            runner = make_runner(execution, model, device, backend)
             if compiled and isinstance(execution, Packed) and not triton_ops.runs_on(device):
                 fusible = proven_fused(model, runner, samples)
             known = fusible if isinstance(fusible, frozenset) else ()
@@ -443,7 +434,7 @@ def _prepare(
         if device.type == "cpu":
             runner = with_one_call(runner, model.backbone, sequences)
         elif config.cuda_graphs == "auto":
-            runner = with_graphs(runner, runner.backend, device, sequences, most)
+            runner = with_graphs(runner, device, sequences, most)
     tasks = tasks_for(execution, model)
     return DeviceModel(
         model=model,
@@ -451,7 +442,7 @@ def _prepare(
         device=device,
         runner=runner,
         tasks=tasks,
-        pooler=_pooler(model, tasks, dtype, None),
+        pooler=pooler_of(model, tasks, dtype, None),
         dtype=dtype,
         execution=execution.name,
         attention=backend.name if isinstance(execution, Packed) else None,
@@ -484,7 +475,7 @@ def _one_by_one(
 
 
 @contextmanager
-def _samples(
+def samples_of(
     model: LoadedModel, probes: Sequence[TokenSequence] = ()
 ) -> Iterator[tuple[tuple[Sample, ...], Callable[[LoadedModel], AbstractContextManager[object]]]]:
     """The model's samples, with its encoders in float32 while they are compared, and the context manager that

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maxsimd.engine.execution.attention.backend import AttentionBackend, CaptureSize
-from maxsimd.engine.execution.attention.gpu import CapturableBackend, StaticBlocks
+from maxsimd.engine.execution.attention.backend import CaptureSize
+from maxsimd.engine.execution.attention.gpu import StaticBlocks, TritonBackend
 from maxsimd.engine.execution.devices import Times, times_on_cuda
 from maxsimd.engine.execution.layout import PackedBatch
-from maxsimd.engine.execution.runner import FasterRunner, PackedRunner, is_whole_text
+from maxsimd.engine.execution.runner import FIRSTS, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
 from maxsimd.scheduler.sequence import AnyTokens
@@ -239,50 +239,47 @@ class StaticInputs:
 
 
 class StaticGraph:
-    """The graph for one size of steps. Replays write to `hidden` [rows, hidden], as other graphs do."""
+    """The graph for one size of steps. Replays write to `hidden`, as other graphs do: [rows, hidden], or
+    [sequences, hidden] if the last layer gives first rows alone."""
 
     def __init__(
         self,
         runner: PackedRunner,
         static: StaticBlocks,
+        size: CaptureSize,
         batch: PackedBatch,
         hidden: torch.Tensor,
         recorder: CudaRecorder,
     ) -> None:
-        """Captures it with a step. Raises ValueError for a step that does not fit its metadata."""
+        """Captures it with a step."""
         self.least_tokens = 0  # of a step that gains from it
         self._runner = runner
         self._static = static
         self._hidden = hidden
         names = tuple(runner.inputs_of(batch))
-        rows: tuple[int, ...] = (len(hidden),)
-        fields = dict.fromkeys(names, (rows, torch.int64))
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((size.sequences if name == FIRSTS else size.rows,), torch.int64) for name in names
+        }
         fields |= {name: (shape, torch.int32) for name, shape in static.shapes.items()}
         self._inputs = StaticInputs(fields, hidden.device)
         tensors = self._inputs.tensors
         metadata = static.over(tensors)
-        if not self._load(batch):
-            raise ValueError("a graph does not hold the step that it is captured with")
+        self._load(batch)
 
         def run() -> None:
             hidden.copy_(runner.run({name: tensors[name] for name in names}, metadata))
 
         self.launch = recorder.capture(run)
 
-    def replay(self, batch: PackedBatch) -> torch.Tensor | None:
-        """The hidden states [rows, hidden] of the graph's rows, those of the step first, until the next
-        replay of any graph. None for a step that does not fit."""
-        if not self._load(batch):
-            return None
+    def replay(self, batch: PackedBatch) -> torch.Tensor:
+        """The hidden states of the graph, those of the step first, until the next replay of any graph."""
+        self._load(batch)
         self.launch()
         return self._hidden
 
-    def _load(self, batch: PackedBatch) -> bool:
-        contents = self._static.contents(batch.layout)
-        if contents is not None:
-            ids = {name: ids.numpy() for name, ids in self._runner.inputs_of(batch).items()}
-            self._inputs.load({**ids, **contents})
-        return contents is not None
+    def _load(self, batch: PackedBatch) -> None:
+        ids = {name: ids.numpy() for name, ids in self._runner.inputs_of(batch).items()}
+        self._inputs.load({**ids, **self._static.contents(batch.layout)})
 
 
 # The share of the largest hidden state by which a graph's may differ: kernels may have other tiles.
@@ -300,15 +297,15 @@ class GraphedRunner(FasterRunner):
         self._graphs: dict[CaptureSize, StaticGraph] = {}  # the smallest first
         # Tokens that a replay computes while the host would launch a step kernel by kernel.
         self.launch_tokens = 0
-        self._hidden: torch.Tensor | None = None  # [rows of the largest, hidden]; all graphs write to it
+        self._hidden: torch.Tensor | None = None  # hidden states of the largest; all graphs write to it
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
         if (graph := self._graph_for(step)) is not None:
             batch = self.inner.lay_out(step)
-            if (hidden := graph.replay(batch)) is not None:
-                # A copy: the next replay overwrites the graph's memory.
-                return hidden[: len(batch.input_ids)].clone(), batch.cursor
+            count = len(batch.input_ids if self.inner.cls_only is None else batch.cursor.chunks)
+            # A copy: the next replay overwrites the graph's memory.
+            return graph.replay(batch)[:count].clone(), self.inner.cursor_of(batch)
         return self.inner.forward(step)
 
     @property
@@ -318,11 +315,7 @@ class GraphedRunner(FasterRunner):
 
     @torch.inference_mode()
     def capture_all(
-        self,
-        backend: CapturableBackend,
-        sizes: Sequence[CaptureSize],
-        samples: Sequence[TokenSequence],
-        recorder: CudaRecorder,
+        self, sizes: Sequence[CaptureSize], samples: Sequence[TokenSequence], recorder: CudaRecorder
     ) -> Mapping[CaptureSize, str]:
         """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens. Drops
         those whose results differ, and returns the mismatches by size. Captures none for a model that waits
@@ -332,7 +325,7 @@ class GraphedRunner(FasterRunner):
         mismatches = {}
         for size in sizes:
             try:
-                mismatch = self._capture(backend, size, filling_steps(size, samples), recorder)
+                mismatch = self._capture(size, filling_steps(size, samples), recorder)
             except Exception as error:
                 mismatch = f"they failed: {error}"
             if mismatch is not None:
@@ -352,9 +345,7 @@ class GraphedRunner(FasterRunner):
             log.debug("no CUDA graphs: the model waits for the device (%s)", ", ".join(waits))
         return not waits
 
-    def _capture(
-        self, backend: CapturableBackend, size: CaptureSize, steps: Sequence[Step], recorder: CudaRecorder
-    ) -> str | None:
+    def _capture(self, size: CaptureSize, steps: Sequence[Step], recorder: CudaRecorder) -> str | None:
         """Captures and compares the graph of a size, if it helps; returns a description of a mismatch."""
         runner, full = self.inner, steps[0]
         exact = [runner.forward(step)[0] for step in steps]
@@ -366,16 +357,12 @@ class GraphedRunner(FasterRunner):
             log.debug("no CUDA graph of %s: its steps are bound by the device", size)
             return None
         batch = runner.lay_out(full)
-        inputs = runner.inputs_of(batch)
         tried: Any = runner.prepare(batch)
-        runner.run({name: ids.to(self._device) for name, ids in inputs.items()}, tried)
-        static = backend.prepare_for_capture(tried, size)
-        if static is None:
-            log.debug("no CUDA graph of %s: its attention would cost more than it saves", size)
-            return None
-        if self._hidden is None:
-            self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
-        graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
+        runner.run({name: ids.to(self._device) for name, ids in runner.inputs_of(batch).items()}, tried)
+        rows = size.rows if runner.cls_only is None else size.sequences
+        if self._hidden is None or len(self._hidden) < rows:
+            self._hidden = exact[0].new_empty(rows, exact[0].shape[-1])
+        graph = StaticGraph(runner, StaticBlocks(tried, size), size, batch, self._hidden[:rows], recorder)
         replay = recorder.cost(graph.launch).times.device
         # A graph computes all of its rows, whatever a step has.
         graph.least_tokens = 0 if replay <= eager.times.host else int(size.rows * (1 - _EMPTY))
@@ -391,10 +378,7 @@ class GraphedRunner(FasterRunner):
     ) -> str | None:
         """None if a graph gives the steps' results, else a description of the mismatch."""
         for step, expected in zip(steps, exact, strict=True):
-            batch = self.inner.lay_out(step)
-            hidden = graph.replay(batch)
-            if hidden is None:
-                continue  # such steps will not be replayed either
+            hidden = graph.replay(self.inner.lay_out(step))
             ours, plain = hidden[: len(expected)].float(), expected.float()
             worst = float((ours - plain).abs().max() / plain.abs().max().clamp(min=1e-6))
             if not worst <= TOLERANCE:
@@ -412,25 +396,20 @@ class GraphedRunner(FasterRunner):
 
 
 def with_graphs(
-    runner: PackedRunner,
-    backend: AttentionBackend,
-    device: torch.device,
-    samples: Sequence[TokenSequence],
-    most: CaptureSize,
+    runner: PackedRunner, device: torch.device, samples: Sequence[TokenSequence], most: CaptureSize
 ) -> PackedRunner | GraphedRunner:
     """The runner with graphs for steps of up to the size `most` that can be captured and give the same hidden
     states, with a warning for sizes that do not. The runner itself if there are none."""
     texts = [each for each in samples if is_whole_text(Chunk(each, 0, len(each)))]
-    if device.type != "cuda" or not isinstance(backend, CapturableBackend) or not texts:
+    if device.type != "cuda" or not isinstance(runner.backend, TritonBackend) or not texts:
         return runner
     graphed = GraphedRunner(runner, device)
     began = time.perf_counter()
-    mismatches = graphed.capture_all(
-        backend, sizes_for(most.rows, most.sequences, most.longest), texts, CudaRecorder()
-    )
+    sizes = sizes_for(most.rows, most.sequences, most.longest)
+    mismatches = graphed.capture_all(sizes, texts, CudaRecorder())
     for reason in dict.fromkeys(mismatches.values()):
-        sizes = ", ".join(str(size) for size in mismatches if mismatches[size] == reason)
-        log.warning("steps are not replayed as CUDA graphs of %s: %s", sizes, reason)
+        affected = ", ".join(str(size) for size in mismatches if mismatches[size] == reason)
+        log.warning("steps are not replayed as CUDA graphs of %s: %s", affected, reason)
     if not graphed.sizes:
         return runner
     seconds = time.perf_counter() - began

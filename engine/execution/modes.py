@@ -172,7 +172,7 @@ def _cls_only_if_exact(
 ) -> ClsOnlyLastLayer | None:
     """A last layer that computes first rows alone, if the model needs no others and gives the same; else
     None, with the backbone unchanged."""
-    if not backend.supports_first_rows or any(task.pooling != "cls" for task in model.tasks.values()):
+    if any(task.pooling != "cls" for task in model.tasks.values()):
         return None
     cls_only = install_cls_only(model.backbone)
     if cls_only is None:

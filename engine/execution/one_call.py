@@ -17,7 +17,13 @@ from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMeta
 from maxsimd.engine.execution.fused_layers.parts import ROWS, random_like, record_attention
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, LayersTogether
 from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput, children_of
-from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
+from maxsimd.engine.execution.runner import (
+    FIRSTS,
+    ClsOnlyLastLayer,
+    FasterRunner,
+    PackedRunner,
+    is_whole_text,
+)
 from maxsimd.engine.ops.cpu.linear import Layer, Layers
 from maxsimd.engine.ops.cpu.rotary_layers import RotaryLayers
 from maxsimd.pooling.methods import PoolingCursor
@@ -70,22 +76,21 @@ class BertRunner(OneCallRunner):
     def __init__(self, inner: PackedRunner, embeddings: nn.Module, layers: Layers) -> None:
         super().__init__(inner, layers.most_rows)
         self._embeddings, self._layers = embeddings, layers
-        self._firsts_only = inner.cls_only is not None
 
     def _run(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
         batch = self.inner.lay_out(step)
         metadata = self.inner.prepare(batch)
         assert isinstance(metadata, CompiledMetadata)
-        hidden = self._embeddings(**{name: ids[None] for name, ids in self.inner.inputs_of(batch).items()})
-        hidden = self._layers.run(hidden[0], metadata.sequences, firsts_only=self._firsts_only)
-        cursor = batch.cursor
-        if self._firsts_only:
-            cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
-        return hidden, cursor
+        inputs = self.inner.inputs_of(batch)
+        firsts_only = inputs.pop(FIRSTS, None) is not None
+        hidden = self._embeddings(**{name: ids[None] for name, ids in inputs.items()})
+        hidden = self._layers.run(hidden[0], metadata.sequences, firsts_only=firsts_only)
+        return hidden, self.inner.cursor_of(batch)
 
 
 class RotaryRunner(OneCallRunner):
-    """Has the backbone call its layers, of which the last runs all."""
+    """Runs the backbone as usual: each of its layers notes what it is called with, and the last runs all of
+    them in one call."""
 
     def __init__(self, inner: PackedRunner, fused: Sequence[FusedRotaryLayer]) -> None:
         """Raises ValueError for layers that cannot run in one call."""

@@ -23,6 +23,9 @@ from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import Chunk, ImageJob, Step
 
+# The name of the first row of each sequence among the inputs of a step.
+FIRSTS = "first rows"
+
 
 class ModelRunner(ABC):
     """A way to run the model. By default it holds nothing between steps and encodes no pictures."""
@@ -291,17 +294,13 @@ class PackedRunner(ModelRunner):
                 of_prefix = None if prefix is None else self._prefill_kv[prefix]
                 self._prefill_kv.setdefault(chunk.sequence.sequence_id, PrefillKV(of_prefix))
         batch = self.lay_out(step)
-        cursor = batch.cursor
-        if self.cls_only is not None:
-            self.cls_only.rows = to_device(torch.tensor(cursor.starts), self._device)
-            cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
         inputs = {name: to_device(ids, self._device) for name, ids in self.inputs_of(batch).items()}
         pictures: dict[str, Any] = {}
         if batch.images:
             assert self._features is not None
             embeddings = self._backbone.get_input_embeddings()(inputs.pop("input_ids"))  # [rows, hidden]
             pictures = self._features.put_into(embeddings, batch.images)
-        return self.run(inputs, self.prepare(batch), pictures), cursor
+        return self.run(inputs, self.prepare(batch), pictures), self.cursor_of(batch)
 
     def encode(self, images: Sequence[ImageJob]) -> None:
         assert self._features is not None
@@ -322,8 +321,15 @@ class PackedRunner(ModelRunner):
         return metadata
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        """The backbone's inputs by name, int64 [rows] each; positions may be [3, rows]."""
-        return {name: getattr(batch, name) for name in self.input_names}
+        """The inputs of `run` by name, int64: [rows] each, but positions may be [3, rows], and the first rows
+        that the last layer computes alone are [sequences]."""
+        inputs = {name: getattr(batch, name) for name in self.input_names}
+        return inputs if self.cls_only is None else inputs | {FIRSTS: torch.tensor(batch.cursor.starts)}
+
+    def cursor_of(self, batch: PackedBatch) -> PoolingCursor:
+        """Where each chunk's rows are among the hidden states."""
+        chunks = batch.cursor.chunks
+        return batch.cursor if self.cls_only is None else PoolingCursor(chunks, tuple(range(len(chunks))))
 
     def run(
         self,
@@ -331,8 +337,11 @@ class PackedRunner(ModelRunner):
         metadata: AttentionMetadata,
         pictures: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
-        """The hidden states [rows, hidden] for `inputs_of` a step on the device. `pictures` are the inputs
-        that a `FeatureStore` makes."""
+        """The hidden states [rows, hidden] for `inputs_of` a step on the device, or [sequences, hidden] if
+        the last layer gives first rows alone. `pictures` are the inputs that a `FeatureStore` makes."""
+        inputs = dict(inputs)
+        if self.cls_only is not None:
+            self.cls_only.rows = inputs.pop(FIRSTS)
         output = self._backbone(
             **{name: ids.unsqueeze(-2) for name, ids in inputs.items()},
             **(pictures or {}),

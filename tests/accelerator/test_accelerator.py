@@ -12,7 +12,7 @@ from maxsimd.engine.cache.fingerprint import _device
 from maxsimd.engine.device.stores import open_slab
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import devices
-from maxsimd.engine.execution.attention.select import candidates
+from maxsimd.engine.ops import triton
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program
@@ -94,7 +94,7 @@ def test_hip_is_what_torch_calls_cuda_in_its_builds_for_rocm(monkeypatch: pytest
     assert devices.choose_device("hip:1") == torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert devices.choose_device("auto") == torch.device("cpu")
-    assert not candidates(torch.device("cuda", 1), torch.bfloat16)
+    assert not triton.runs_on(torch.device("cuda", 1))
 
 
 def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
-from maxsimd.engine.device.load import DeviceModel, _pooler, _samples
+from maxsimd.engine.device.load import DeviceModel, pooler_of, samples_of
 from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend
-from maxsimd.engine.execution.attention.gpu import CapturableBackend, TritonBackend, VarlenBackend
+from maxsimd.engine.execution.attention.gpu import TritonBackend
 from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, Run
 from maxsimd.engine.execution.devices import Times, cast
 from maxsimd.engine.execution.fused_layers import fuse
@@ -47,9 +47,7 @@ from tests.unit.engine.execution.test_fused_layers import plain_kernels
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 
-BACKENDS: dict[str, Callable[[], Any]] = {
-    "varlen": lambda: VarlenBackend(GPU), "triton": TritonBackend, "torch": GroupedBackend,
-}  # fmt: skip
+BACKENDS: dict[str, Callable[[], Any]] = {"triton": TritonBackend, "torch": GroupedBackend}
 
 # The steps that are captured, and the largest is larger than those that tests run.
 SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 32))
@@ -76,9 +74,8 @@ class FakeRecorder(CudaRecorder):
 def load(path: str, **settings: Any) -> Loaded:
     """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
     model = load_model(EngineConfig(model=path, **settings), CPU)
-    lacks = {"supports_first_rows": False, "supports_causal_ends": False}
-    attention = GroupedBackend(TritonBackend.arrangement, **lacks)
-    with _samples(model) as (samples, _):
+    attention = GroupedBackend(TritonBackend.arrangement, supports_causal_ends=False)
+    with samples_of(model) as (samples, _):
         execution = choose_execution(model, CPU, attention, samples, True)
     return model, execution
 
@@ -109,7 +106,7 @@ class OnGPU:
             dim = self.model.tasks[self.model.score_task].dim
             self.cache.slab = EmbeddingSlab(1024, dim, torch.int8 if precision == "int8" else DTYPE, GPU)
         tasks = tasks_for(self.execution, self.model)
-        self.pooler = _pooler(self.model, tasks, DTYPE, torch.float32 if precision == "int8" else DTYPE)
+        self.pooler = pooler_of(self.model, tasks, DTYPE, torch.float32 if precision == "int8" else DTYPE)
         name, maxsim = choose_maxsim("auto", GPU)
         self._loop = asyncio.new_event_loop()
         tokenizer: Any = None  # which the device thread does not ask
@@ -141,9 +138,9 @@ class OnGPU:
         runner = GraphedRunner(self.runner, GPU)
         sequences = random_sequences(self.model, self.model.score_task)
         texts = [each for each in sequences if not each.tokens.images]
-        assert isinstance(self.backend, CapturableBackend)
+        assert isinstance(self.backend, TritonBackend)
         self.gpu.may_wait = True  # as at load
-        mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
+        mismatches = runner.capture_all(SIZES, texts, FakeRecorder(self.gpu))
         self.gpu.may_wait = False
         if mismatches or not runner.sizes:
             raise NotCapturable("; ".join(mismatches.values()) or "a step waits for the device")
@@ -477,7 +474,7 @@ def measure_all(folder: Path) -> dict[str, StepCost]:
         loaded = load(checkpoint.build(folder / str(number)), **checkpoint.settings)
         with fake_gpu() as gpu:
             gpu.may_wait = checkpoint.name in MAY_WAIT
-            on = OnGPU(gpu, loaded, "varlen")
+            on = OnGPU(gpu, loaded)
             costs[checkpoint.name] = cost_of(on)
             on.close()
     return costs

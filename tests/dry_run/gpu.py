@@ -64,8 +64,6 @@ _NO_KERNEL = {
     aten.detach_, aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_, aten.as_strided_, aten.resize_,
     aten.set_,
 }  # fmt: skip
-# Operations of several kernels: torch's variable-length attention fills a random state that it does not use.
-_MORE_KERNELS = {"torch_attn::_varlen_attn": 2}
 _MASKED = {aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put}
 
 
@@ -270,8 +268,7 @@ class FakeGPU(TorchDispatchMode):
             self._graph.note([tensor for tensor in tensors if is_on_gpu(tensor)], new)
         changed = [args[0]] if func._schema.is_mutable and isinstance(args[0], torch.Tensor) else []
         if func.overloadpacket not in _NO_KERNEL and any(x.numel() for x in [*new, *changed]):
-            name = func._schema.name
-            self.counts.launches[name.removeprefix("aten::")] += _MORE_KERNELS.get(name, 1)
+            self.counts.launches[func._schema.name.removeprefix("aten::")] += 1
         return made
 
     def _allocated(self, *made: torch.Tensor) -> Any:

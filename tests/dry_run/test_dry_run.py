@@ -49,7 +49,7 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Load) -> None:
     model = loaded(name)
     with fake_gpu() as gpu:
         gpu.may_wait = name in driving.MAY_WAIT
-        on = driving.OnGPU(gpu, model, "varlen")
+        on = driving.OnGPU(gpu, model)
         assert on.is_packed == BY_NAME[name].packed
         assert driving.cost_of(on) == driving.held()[name]
         for drive in driving.drives(on):
@@ -69,7 +69,7 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Load) -> None:
     ],
 )
 def test_nor_with_other_backends(name: str, backend: str, precision: Any, gpu: FakeGPU, loaded: Load) -> None:
-    """Nor is a kernel compiled for a step: the checks at load launch all of them."""
+    """The same with other backends; and no kernel is compiled for a step: the checks at load launch all."""
     on, gpu.may_wait = driving.OnGPU(gpu, loaded(name), backend, precision), True
     find_mismatch(on.backend, on.model, GPU, driving.DTYPE)
     if on.is_late:
@@ -91,15 +91,12 @@ def test_every_model_is_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        *(("ColBERT", "triton"), ("Qwen3-Reranker", "varlen")),  # an encoder, and a decoder
-        *exhaustive(("ColBERT", "varlen"), ("Qwen3-Reranker", "triton")),
-        *exhaustive(("GTE-ModernColBERT", "triton"), ("EmbeddingGemma", "triton")),
-    ],
+    "name",
+    # a vector a token, a decoder, and an encoder whose last layer computes first rows alone
+    ["ColBERT", "Qwen3-Reranker", "BERT", *exhaustive("GTE-ModernColBERT", "EmbeddingGemma")],
 )
-def test_small_steps_alone_are_replayed(name: str, backend: str, gpu: FakeGPU, loaded: Load) -> None:
-    on = driving.OnGPU(gpu, loaded(name), backend)
+def test_small_steps_alone_are_replayed(name: str, gpu: FakeGPU, loaded: Load) -> None:
+    on = driving.OnGPU(gpu, loaded(name))
     with driving.first_layers(on.model.backbone, 2):
         runner = on.graphed()
     ids = driving.Ids(on.model)

@@ -17,7 +17,7 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, inspection
 from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.device import load
-from maxsimd.engine.device.load import _samples
+from maxsimd.engine.device.load import samples_of
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import modes
 from maxsimd.engine.execution.attention import select
@@ -206,12 +206,12 @@ def test_language_models_are_checked_with_some_of_their_layers(
 ) -> None:
     path = language_models.qwen3_reranker(tmp_path / "model", num_hidden_layers=5)
     model = load_model(EngineConfig(model=path), CPU)
-    with _samples(model):
+    with samples_of(model):
         layers: Any = model.backbone.layers
         assert len(layers) == 2
     failing = Mock(wraps=make_samples, side_effect=[ModelLoadError("layer 4 is missing"), DEFAULT])
     monkeypatch.setattr(load, "make_samples", failing)
-    with caplog.at_level(logging.DEBUG, logger="maxsimd"), _samples(model):
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"), samples_of(model):
         layers = model.backbone.layers
         assert len(layers) == 5
     assert "all layers, because a few of them do not run alone: layer 4 is missing" in caplog.text

@@ -45,13 +45,11 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """One way to attend within the sequences of a step, with the metadata that its `prepare` makes.
 
-    `supports_first_rows` says whether `first_rows` is worth calling, `supports_relative` whether relative
-    positions are added, and `supports_causal_ends` whether causal sequences may end in masked tokens."""
+    `supports_relative` says whether relative positions are added, and `supports_causal_ends` whether causal
+    sequences may end in masked tokens."""
 
     name: str
     arrangement: Arrangement
-    supports_float32: bool = True
-    supports_first_rows: bool = False
     supports_relative: bool = False
     supports_causal_ends: bool = False
 
@@ -175,15 +173,8 @@ class GroupedBackend(OneByOneBackend):
 
     name = "grouped"
 
-    def __init__(
-        self,
-        arrangement: Arrangement = GROUPED_ROWS,
-        *,
-        supports_first_rows: bool = True,
-        supports_causal_ends: bool = True,
-    ) -> None:
+    def __init__(self, arrangement: Arrangement = GROUPED_ROWS, *, supports_causal_ends: bool = True) -> None:
         self.arrangement = arrangement
-        self.supports_first_rows = supports_first_rows
         self.supports_causal_ends = supports_causal_ends
 
     def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:

@@ -59,7 +59,6 @@ class CompiledBackend(AttentionBackend):
 
     name = "compiled"
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
-    supports_first_rows = True
     supports_relative = True
     supports_causal_ends = True
 

@@ -1,10 +1,7 @@
-"""Selects a device's attention backend: the fastest that is installed and shown to be right on it."""
+"""Selects a device's attention backend: our kernels where they are shown to be right, else plain torch."""
 
-import functools
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +10,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.backend import AttentionBackend, GroupedBackend, OneByOneBackend
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
-from maxsimd.engine.execution.attention.gpu import TritonBackend, VarlenBackend, is_varlen_available
-from maxsimd.engine.execution.devices import dtype_name, milliseconds_in_turns_on_cuda
+from maxsimd.engine.execution.attention.gpu import TritonBackend
 from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, PrefillKV, SharedGroup
 from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.execution.self_check.samples import largest
@@ -27,56 +23,29 @@ log = logging.getLogger(__name__)
 def choose_attention(
     name: str, model: LoadedModel, device: torch.device, dtype: torch.dtype, compiled: bool
 ) -> AttentionBackend:
-    """The backend for a name: auto, varlen, triton or torch.
+    """The backend for a name: auto, triton or torch.
 
-    `auto` takes the fastest that agrees with plain torch on random sequences, and warns of those that do not.
-    `compiled` allows the compiled kernels. Raises ModelLoadError for a name that cannot run here."""
+    On a GPU `auto` takes our kernel if it agrees with plain torch on random sequences, and warns if it does
+    not. `compiled` allows the kernels for CPUs. Raises ModelLoadError for a kernel that cannot run here."""
     if name == "torch":
         return GroupedBackend()
     if name == "auto" and device.type == "cpu":
         return CompiledBackend() if compiled else GroupedBackend()
-    found = candidates(device, dtype)
-    if name not in ("auto", *found):
-        is_missing = name == "triton" and triton_ops.is_missing_on(device)
-        advice = triton_ops.MISSING if is_missing else "use auto"
-        raise ModelLoadError(
-            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; {advice}"
-        )
+    is_there = triton_ops.runs_on(device)
+    if name == "triton" and not is_there:
+        advice = triton_ops.MISSING if triton_ops.is_missing_on(device) else "use auto"
+        raise ModelLoadError(f"attention by triton cannot run on this {device.type}; {advice}")
     if has_relative_positions(model.backbone):
         level = logging.INFO if name == "auto" else logging.WARNING
         log.log(level, "attention: plain torch, which alone adds relative positions on this device")
         return GroupedBackend()
-    if name != "auto":
-        return found[name]()
-    right = {candidate: make() for candidate, make in found.items()}
-    for candidate in found:
-        mismatch = find_mismatch(right[candidate], model, device, dtype)
-        if mismatch is not None:
-            del right[candidate]
-            log.warning("attention by %s is not used: %s", candidate, mismatch)
-    if not right:
-        log.debug("attention: plain torch, because nothing else is right on this device")
-        return GroupedBackend()
-    if len(right) == 1 or device.type != "cuda":
-        chosen = next(iter(right))
-        log.debug("attention: %s, the first that is right on this device", chosen)
-        return right[chosen]
-    times = time_backends(right, model, device, dtype, time_on_cuda)
-    chosen = fastest(times)
-    measured = ", ".join(f"{name} {taken:.3f} ms" for name, taken in times.items())
-    log.debug("attention: %s, by a short timing on this device: %s", chosen, measured)
-    return right[chosen]
-
-
-def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], AttentionBackend]]:
-    """The backends for GPUs that can run on a device, preferred first."""
-    found: dict[str, Callable[[], AttentionBackend]] = {}
-    if triton_ops.runs_on(device):
-        # First, because CUDA graphs of any size can be captured with it.
-        found["triton"] = TritonBackend
-    if is_varlen_available(device, dtype):
-        found["varlen"] = lambda: VarlenBackend(device)
-    return found
+    backend = TritonBackend() if is_there else GroupedBackend()
+    mismatch = find_mismatch(backend, model, device, dtype) if name == "auto" and is_there else None
+    if mismatch is not None:
+        log.warning("attention by triton is not used: %s", mismatch)
+        backend = GroupedBackend()
+    log.debug("attention: %s", backend.name)
+    return backend
 
 
 # For random values of size 1 in the model's precision: ten times what rounding alone does.
@@ -153,55 +122,3 @@ def _layouts(causal: bool) -> Iterator[Layout]:
     yield Layout(True, prefill_chunks=(chunk,))
     prefix = PrefillKV()
     yield Layout(True, shared_groups=tuple(SharedGroup(row, 1, rows, prefix) for row, (rows, _) in shapes))
-
-
-# Tokens of the timed sequences: 16,384 in all, as in a full step, truncated to the model's limit. A quarter
-# of them takes a GPU less time than launching.
-LENGTHS = (1024, 640, 512, 512, 320, 256, 256, 192, 128, 96, 64, 48, 32, 16) * 4
-# Milliseconds of the device for each backend.
-_BUDGET = 20.0
-# A later backend must be faster than earlier ones by more than this: less may be chance, and the first is
-# cheaper to launch.
-_MARGIN = 0.1
-Timer = Callable[[Callable[[], object]], float]
-
-
-def time_on_cuda(run: Callable[[], object]) -> float:
-    return milliseconds_in_turns_on_cuda({"": run}, _BUDGET)[""]
-
-
-def fastest(milliseconds: Mapping[str, float]) -> str:
-    """The first that takes at most 10% longer than the fastest."""
-    least = min(milliseconds.values())
-    return next(name for name, taken in milliseconds.items() if taken <= least * (1 + _MARGIN))
-
-
-@torch.inference_mode()
-def time_backends(
-    backends: Mapping[str, AttentionBackend],
-    model: LoadedModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    timer: Timer,
-) -> dict[str, float]:
-    """Milliseconds of each backend for whole sequences of typical lengths, with the model's heads; if it has
-    a window, for a layer with and one without it."""
-    heads, kv_heads, head_dim, window = head_shape(model)
-    lengths = [min(length, model.max_tokens) for length in LENGTHS]
-    starts = itertools.accumulate(lengths, initial=0)
-    groups = [Group(row, 1, length, (length,)) for row, length in zip(starts, lengths, strict=False)]
-    layout, rows = Layout(model.causal, tuple(groups)), sum(lengths)
-    # Heads stand side by side in a row, as models have them.
-    # Not the device's own generator, which an attempt at a CUDA graph may have left unusable.
-    random = torch.Generator(device).manual_seed(0)
-    query, key, value = (
-        torch.randn(rows, n, head_dim, device=device, dtype=dtype, generator=random).transpose(0, 1)
-        for n in (heads, kv_heads, kv_heads)
-    )
-    everything = QKV(query, key, value, head_dim**-0.5)
-    layers = [everything] if window is None else [everything, replace(everything, window=window)]
-    found = {}
-    for name, backend in backends.items():
-        metadata = backend.prepare(layout, device)
-        found[name] = sum(timer(functools.partial(backend.full, qkv, metadata)) for qkv in layers)
-    return found

@@ -1,7 +1,7 @@
 """Matrices that stay in the blocks of a GGUF file: 4 to 8 bits a weight, where expanding them takes 16 or
 more. Our kernels take weights out of their blocks as they multiply."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -33,8 +33,9 @@ def can_stay(kind: str, inputs: int) -> bool:
 
 class BlockTensor(torch.Tensor):
     """A matrix [rows, inputs] in blocks. Rows that are chosen or put below each other stay in their blocks,
-    and so do those that are said to be of another dtype. Any other operation takes the numbers out, in that
-    dtype, and keeps them only while it runs. Raises RuntimeError for one that would change them."""
+    and so do those that are said to be of another dtype. A linear layer takes the numbers out in parts, any
+    other operation all of them, in that dtype, and keeps them only while it runs. Raises RuntimeError for an
+    operation that would change them."""
 
     kinds: torch.Tensor  # uint8 [rows], by ggml's numbers
     addresses: torch.Tensor  # int64 [rows]
@@ -118,8 +119,11 @@ class BlockTensor(torch.Tensor):
         return sum(sizes[number] for number in self.kinds.tolist())
 
     def is_finite(self) -> bool:
-        parts = torch.arange(len(self)).split(self._rows_at_once)
-        return all(bool(self.rows(part).numbers().isfinite().all()) for part in parts)
+        return all(bool(part.numbers().isfinite().all()) for part in self.parts())
+
+    def parts(self) -> Iterator["BlockTensor"]:
+        """Consecutive rows, as many as are expanded at a time."""
+        return map(self.rows, torch.arange(len(self)).split(self._rows_at_once))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -149,6 +153,11 @@ def _kept(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation that needs no numbers, or those of few rows; None for another."""
     aten = torch.ops.aten
     matrix: Any = args[0] if args else None
+    if func is aten.linear.default and not isinstance(matrix, BlockTensor):
+        x, weight, *bias = args
+        parts = [torch.nn.functional.linear(x, part.numbers()) for part in weight.parts()]
+        product = torch.cat(parts, dim=-1)
+        return product if not bias or bias[0] is None else product + bias[0]
     if func is aten.cat.default:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         widths = {tuple(each.shape[1:]) for each in matrix}

@@ -54,8 +54,8 @@ class RotaryLayer:
 
     @property
     def shape(self) -> tuple[float | int, ...]:
-        """What must be the same in all layers. Raises ValueError for products and norms that do not fit
-        together or that the kernel does not take."""
+        """Sizes and scaling, which all layers of a call must share. Raises ValueError for products and norms
+        that do not fit together or that the kernel does not take."""
         (queries, keys), hidden, inner = self.heads, self.qkv.weights.inputs, self.down.weights.inputs
         expected = [
             (hidden, (queries + 2 * keys) * self.head_dim),

@@ -153,14 +153,14 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
     steps = [
         Step("before", (*python, "print('found: [\"limits: product_tflops\", 399.0]')"), 30),
-        Step("fails", (*python, "print('attention by varlen is not used: why'); exit(3)"), 30),
+        Step("fails", (*python, "print('attention by triton is not used: why'); exit(3)"), 30),
         Step("dies", (*python, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
         Step("hangs", (*python, child), 2.0),
         Step("after", (*python, "print('found: [\"limits: copy_tbytes_per_s\", 9]')"), 30),
     ]
     run_steps(steps, tmp_path, 60, "NVIDIA H200")
     table = (tmp_path / "first-day.txt").read_text()
-    for expected in ("FAILED", "OVER TIME", "attention by varlen is not used: why", "MISSED"):
+    for expected in ("FAILED", "OVER TIME", "attention by triton is not used: why", "MISSED"):
         assert expected in table
     written = json.loads((tmp_path / "first-day.json").read_text())
     assert [step["status"] for step in written["steps"]] == [0, 3, -11, None, 0]

@@ -384,10 +384,7 @@ void maxsimd_attention(int kind, const void* q, const void* k, const void* v, co
                                          (Value*)out};
         attend<decltype(number)>(attention, sequences, count, prefixes, prefix_count);
     };
-    if (kind == 0)
-        compute(Float32{});
-    else
-        compute(BFloat16{});
+    by_kind<Float32, BFloat16>(kind, compute);
 }
 }
 #pragma GCC visibility pop

@@ -27,10 +27,7 @@ void maxsimd_norm(int kind, const void* x, int64_t x_stride, const void* residua
             for (int64_t row = 0; row < rows; row++) norm_row(norm, row, sums.data());
         }
     };
-    if (kind == 0)
-        compute(Float32{});
-    else
-        compute(BFloat16{});
+    by_kind<Float32, BFloat16>(kind, compute);
 }
 
 // Norms, where weights are given, and turns the first `query_heads` + `key_heads` heads of qkv [rows], which are
@@ -49,10 +46,7 @@ void maxsimd_norm_rotary(int kind, void* qkv, int64_t stride, int64_t rows, int6
         for (int64_t row = 0; row < rows; row++)
             for (int64_t head = 0; head < heads; head++) turn(rotation, row, head);
     };
-    if (kind == 0)
-        compute(Float32{});
-    else
-        compute(BFloat16{});
+    by_kind<Float32, BFloat16>(kind, compute);
 }
 }
 #pragma GCC visibility pop

@@ -69,7 +69,7 @@ int maxsimd_embed(int kind, const int64_t* word_ids, const int64_t* type_ids, co
         embed<Value>(word, type, position, rows, columns, {nullptr, 0, norm_weight, norm_bias, epsilon}, (Value*)out);
         return 0;
     };
-    return kind == 0 ? compute(Float32{}) : compute(BFloat16{});
+    return by_kind<Float32, BFloat16>(kind, compute);
 }
 }
 #pragma GCC visibility pop

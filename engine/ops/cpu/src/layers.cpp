@@ -89,7 +89,7 @@ struct Block {
     bool alone;
 };
 
-// What threads of a team do with rows.
+// The parts of a layer that a thread computes, alone or with others.
 template <class Number>
 class Worker {
   public:
@@ -115,7 +115,7 @@ class Worker {
         }
     }
 
-    // What follows a product: an activation, rows that are added, or a norm.
+    // Work on a product's result: an activation, rows that are added, or a norm.
     struct After {
         Activation activation = Activation::NONE;
         const Value* added = nullptr;
@@ -229,8 +229,8 @@ class Thread : Worker<Number> {
         wait();
     }
 
-    // What follows attention, with the block's rows of each operand. `out` may be the residual. The weights `after` are
-    // multiplied afterwards.
+    // The layer from attention's output on, with the block's rows of each operand. `out` may be the residual. The
+    // weights `after` are multiplied afterwards.
     void complete(const Layer& layer, const Stretch& after, const Block& block, const Value* attended,
                   const Value* residual, Value* out) {
         Value *summed = at_.summed + block.scratch * hidden_size(),
@@ -414,7 +414,7 @@ class RotaryThread : Worker<Number> {
         });
     }
 
-    // What follows attention. The weights `next` are multiplied afterwards.
+    // The layer from attention's output on. The weights `next` are multiplied afterwards.
     void complete(const RotaryLayer* layer, const Stretch& next, const Block& block) {
         Value *hidden = step_.hidden + block.first * size_, *summed = at_.summed + block.scratch * size_,
               *normed = at_.normed + block.scratch * size_, *wide = at_.wide + block.scratch * layer->down.inputs;
@@ -524,12 +524,7 @@ void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t 
 #pragma omp parallel
         Thread<decltype(number)>(step).run();
     };
-    if (kind == 0)
-        compute(Float32{});
-    else if (kind == 1)
-        compute(BFloat16{});
-    else
-        compute(Int8{});
+    by_kind<Float32, BFloat16, Int8>(kind, compute);
 }
 
 // How many values the workspace of `maxsimd_rotary_layers` must have for steps of up to `rows` rows.
@@ -568,12 +563,7 @@ void maxsimd_rotary_layers(int kind, const void* layers, const void* epsilons, c
 #pragma omp parallel
         RotaryThread<decltype(number)>(step).run();
     };
-    if (kind == 0)
-        compute(Float32{});
-    else if (kind == 1)
-        compute(BFloat16{});
-    else
-        compute(Int8{});
+    by_kind<Float32, BFloat16, Int8>(kind, compute);
 }
 }
 #pragma GCC visibility pop

@@ -303,12 +303,7 @@ void maxsimd_linear(int kind, const void* x, int64_t x_stride, int64_t rows, int
                      added_stride},
                     {(const Value*)residual, residual_stride, norm_weight, norm_bias, epsilon});
     };
-    if (kind == 0)
-        compute(Float32{});
-    else if (kind == 1)
-        compute(BFloat16{});
-    else
-        compute(Int8{});
+    by_kind<Float32, BFloat16, Int8>(kind, compute);
 }
 
 // As above, in bfloat16, with weights whose rows [columns][inputs] are in blocks of `kinds`, as blocks.h has them.

@@ -19,7 +19,7 @@ struct Stretch {
     int64_t lines = 0;  // of a cache
 };
 
-// What follows the bias. Gates come in the first 16 of each 32 columns, and what they multiply in the other 16.
+// Activations, after the bias. Gates come in the first 16 of each 32 columns, and what they multiply in the other 16.
 enum class Activation { NONE, GELU, GATED_SILU, GATED_GELU, GATED_GELU_TANH, GATED_RELU };
 
 template <class Number>

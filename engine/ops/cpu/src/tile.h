@@ -52,6 +52,15 @@ struct Int8 {
     }
 };
 
+// Calls `work` with a number of the type that a caller means by `kind`: the first is 0.
+template <class First, class... Others, class Work>
+auto by_kind(int kind, const Work& work) {
+    if constexpr (sizeof...(Others) == 0)
+        return work(First{});
+    else
+        return kind == 0 ? work(First{}) : by_kind<Others...>(kind - 1, work);
+}
+
 // Adds to `sums`, which the caller has set.
 template <class Number, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void multiply(const Unit* rows, int64_t stride, const Unit* packed,

@@ -1,6 +1,7 @@
 """Choices and checks on GPUs, several GPUs, and CUDA graphs, with stand-ins for all of them."""
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, Gemma3nTextConfig
 
-from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError, runtime
 from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.store import MemoryStore
@@ -22,15 +23,16 @@ from maxsimd.engine.device import checks, load, stores
 from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import DeviceLostError, SharedDevice
 from maxsimd.engine.execution import cuda_graphs, devices
+from maxsimd.engine.execution.attention import gpu as gpu_attention
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.backend import CaptureSize, GroupedBackend, OneByOneBackend
-from maxsimd.engine.execution.attention.gpu import VarlenBackend
-from maxsimd.engine.execution.attention.select import LENGTHS, find_mismatch
+from maxsimd.engine.execution.attention.gpu import TritonBackend
+from maxsimd.engine.execution.attention.select import find_mismatch
 from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
-from maxsimd.engine.execution.runner import PackedRunner
+from maxsimd.engine.execution.runner import ClsOnlyLastLayer, PackedRunner
 from maxsimd.engine.execution.self_check.samples import make_samples, random_sequences
-from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.processors.processor import PrefixSharing
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.engine.scoring.scorer import record_arrival
@@ -38,7 +40,7 @@ from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import TokenSequence
 from tests.checkpoints import cross_encoders, nomic
 from tests.checkpoints.shared import Build, SharedCheckpoints
-from tests.unit.engine.execution.test_packed import make_step, plain_varlen
+from tests.unit.engine.execution.test_packed import make_step
 
 CPU = torch.device("cpu")
 
@@ -49,31 +51,19 @@ def packed_model(path: str, layers: int | None = None) -> LoadedModel:
     backbone: Any = model.backbone.float()
     if layers is not None:
         del (backbone.layers if hasattr(backbone, "layers") else backbone.encoder.layer)[layers:]
-    grouped = GroupedBackend(supports_first_rows=False)
-    assert isinstance(try_packed(model, CPU, grouped, make_samples(model)), Packed)
+    assert isinstance(try_packed(model, CPU, GroupedBackend(), make_samples(model)), Packed)
     return model
+
+
+def runner_of(model: LoadedModel, backend: TritonBackend) -> PackedRunner:
+    """The last layer of BERT, which is pooled by its first token, computes first rows alone."""
+    firsts = (each for each in model.backbone.modules() if isinstance(each, ClsOnlyLastLayer))
+    return PackedRunner(model, CPU, backend, next(firsts, None))
 
 
 @pytest.fixture(scope="module", params=["bert", "qwen3"])
 def model(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> LoadedModel:
     return packed_model(checkpoints(getattr(cross_encoders, request.param)))
-
-
-def test_what_an_old_torch_lacks_is_ours(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def old(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *offsets: Any,
-        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    ) -> torch.Tensor:  # fmt: skip
-        calls.append(window_size)
-        return plain_varlen(query, key, value, *offsets, scale=scale, window_size=window_size)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
-    assert find_mismatch(VarlenBackend(CPU), model, CPU, torch.float32) is None
-    heads = model.backbone.config.num_attention_heads
-    grouped = getattr(model.backbone.config, "num_key_value_heads", heads) != heads
-    assert len(calls) == (0 if grouped else 1)
 
 
 class DoublingBackend(OneByOneBackend):
@@ -102,53 +92,29 @@ def test_every_part_of_attention_is_checked(model: LoadedModel) -> None:
         assert (mismatch is not None and "differs" in mismatch) == is_used
 
 
-def test_the_fastest_right_attention_is_chosen(
+def test_attention_on_a_gpu_is_ours_where_it_is_right(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slow, fast = OneByOneBackend(), OneByOneBackend()
+    right = OneByOneBackend()
     failing: Any = OneByOneBackend()
     failing.full = Mock(side_effect=RuntimeError("no kernel image is available"))
-    wrong = {"wrong": lambda: DoublingBackend("full"), "broken": lambda: failing}
-    candidates = {"slow": lambda: slow, **wrong, "fast": lambda: fast}
-    monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
-    timed = []
 
-    def time(run: Callable[[], object]) -> float:
-        timed.append(run())
-        return {1: 2.0, 2: 0.5}[len(timed)]
+    def chosen(ours: Any, name: str = "auto") -> Any:
+        monkeypatch.setattr(choice.triton_ops, "runs_on", lambda device: ours is not None)
+        monkeypatch.setattr(choice, "TritonBackend", lambda: ours)
+        return choice.choose_attention(name, model, torch.device("meta"), torch.float32, False)
 
-    time_backends = choice.time_backends
-    monkeypatch.setattr(choice, "time_on_cuda", time)
-    to = torch.Tensor.to
-
-    def to_cpu(tensor: torch.Tensor, *given: Any) -> torch.Tensor:
-        return to(tensor, *(CPU if isinstance(each, torch.device) else each for each in given))
-
-    monkeypatch.setattr(torch.Tensor, "to", to_cpu)
-    monkeypatch.setattr(
-        choice,
-        "time_backends",
-        lambda backends, model, device, dtype, timer: time_backends(backends, model, CPU, dtype, timer),
-    )
-
-    def chosen() -> Any:
-        return choice.choose_attention("auto", model, torch.device("cuda"), torch.float32, False)
-
-    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        assert chosen() is fast
-    assert "by wrong is not used: it differs" in caplog.text
-    assert "by broken is not used: it failed: no kernel image" in caplog.text
-    assert "attention: fast, by a short timing on this device: slow 2.000 ms, fast 0.500 ms" in caplog.text
-    assert torch.equal(timed[0], timed[1])
-    assert len(timed[0]) == sum(min(length, model.max_tokens) for length in LENGTHS)
-    del candidates["slow"], candidates["fast"]
-    assert isinstance(chosen(), GroupedBackend)
-
-
-def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel) -> None:
-    for name in ("varlen", "triton"):
-        with pytest.raises(ModelLoadError, match=f"by {name} cannot run on this cpu in float32"):
-            choice.choose_attention(name, model, CPU, torch.float32, False)
+    on_cpu = functools.partial(find_mismatch, device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(choice, "find_mismatch", lambda backend, model, *where: on_cpu(backend, model))
+    assert chosen(right) is right
+    for wrong, reason in ((DoublingBackend("full"), "it differs"), (failing, "it failed: no kernel image")):
+        assert type(chosen(wrong)) is GroupedBackend
+        assert f"attention by triton is not used: {reason}" in caplog.text
+        assert chosen(wrong, "triton") is wrong
+    assert type(chosen(None)) is GroupedBackend
+    assert type(chosen(right, "torch")) is GroupedBackend
+    with pytest.raises(ModelLoadError, match="by triton cannot run on this meta; use auto"):
+        chosen(None, "triton")
 
 
 def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFixture) -> None:
@@ -227,6 +193,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
 
 async def test_graphs_and_prefixes_know_steps(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
+    tokenizing: list[tuple[str, int]] = []
 
     def with_one_call(runner: PackedRunner, *given: Any) -> GraphedRunner:
         graphed = GraphedRunner(runner, CPU)
@@ -235,8 +202,10 @@ async def test_graphs_and_prefixes_know_steps(model: LoadedModel, monkeypatch: p
 
     monkeypatch.setattr(load, "CaptureSize", lambda rows, *others: sizes.append(rows))
     monkeypatch.setattr(load, "with_one_call", with_one_call)
+    monkeypatch.setattr(runtime, "tokenizer_threads", lambda *asked: tokenizing.append(asked) or 2)
     for configured, tokens in ((None, 2_048), (100, 100)):
-        async with Engine(EngineConfig(model=model.name, max_batch_tokens=configured)) as engine:
+        async with Engine(EngineConfig(model=model.name, max_batch_tokens=configured, threads=1)) as engine:
+            assert tokenizing.pop() == ("cpu", 1)
             running: Any = engine._running
             assert sizes.pop() == running.facts.step_tokens == tokens
             assert running.processors.scores._context.sharing == (PrefixSharing(7) if model.causal else None)
@@ -426,11 +395,34 @@ def texts_of(model: LoadedModel) -> list[TokenSequence]:
     return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
 
 
+def attention_by_blocks(
+    qkv: QKV, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
+) -> None:
+    """What our kernel does, in plain torch."""
+    # Read without torch, which is not to see that the host does so: on a GPU it does not.
+    for row, queries, position, key, keys in blocks.numpy().tolist():
+        if queries == 0:
+            continue  # captured tables are filled up with such blocks
+        rows, seen = slice(row, row + queries), slice(key, key + keys)
+        parts = [KV(qkv.key[:, seen], qkv.value[:, seen])]
+        parts = parts if prefix is None else [prefix, *parts]
+        keys_and_values = (torch.cat(each, dim=1)[None] for each in zip(*parts, strict=True))
+        at = torch.arange(position, position + queries)[:, None]
+        ahead = torch.arange(sum(each.key.shape[1] for each in parts)) - at
+        mask = ahead <= 0 if causal else ahead < (qkv.window or len(ahead[0]))
+        mask &= -ahead < (qkv.window or position + queries)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            qkv.query[None, :, rows], *keys_and_values, mask, scale=qkv.scaling, enable_gqa=True
+        )
+        out[rows] = attended[0].transpose(0, 1)
+
+
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
-    """By torch's kernel for GPUs, with plain torch in its place."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-    return VarlenBackend(CPU)
+def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
+    """Attention for GPUs, with plain torch in place of the kernel."""
+    monkeypatch.setattr(gpu_attention, "_kernel_takes", lambda qkv: True)
+    monkeypatch.setattr("maxsimd.engine.ops.triton.attention.attention", attention_by_blocks)
+    return TritonBackend()
 
 
 @pytest.fixture(scope="module")
@@ -442,28 +434,30 @@ Captured = tuple[GraphedRunner, Any]
 
 
 @pytest.fixture
-def capture(small: LoadedModel, backend: VarlenBackend) -> Callable[..., Captured]:
+def capture(small: LoadedModel, backend: TritonBackend) -> Callable[..., Captured]:
     """Captures sizes, and gives the runner and the sizes that are left out."""
 
     def captured(recorder: CallRecorder, sizes: Any = SIZES, **other: Any) -> Captured:
         used, by = other.get("model", small), other.get("backend", backend)
-        graphed = GraphedRunner(PackedRunner(used, CPU, by), CPU)
-        return graphed, graphed.capture_all(by, sizes, texts_of(used), recorder)
+        graphed = GraphedRunner(runner_of(used, by), CPU)
+        return graphed, graphed.capture_all(sizes, texts_of(used), recorder)
 
     return captured
 
 
 @pytest.mark.parametrize("build", [cross_encoders.bert, cross_encoders.qwen3])
-def test_replays_change_nothing(build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend) -> None:
+def test_replays_change_nothing(build: Build, checkpoints: SharedCheckpoints, backend: TritonBackend) -> None:
     model, recorder = packed_model(checkpoints(build), layers=1), CallRecorder()
-    plain = PackedRunner(model, CPU, backend)
+    assert find_mismatch(backend, model, CPU, torch.float32) is None
+    plain = runner_of(model, backend)
     graphed = GraphedRunner(plain, CPU)
-    assert graphed.capture_all(backend, SIZES, texts_of(model), recorder) == {}
+    assert graphed.capture_all(SIZES, texts_of(model), recorder) == {}
     before = list(recorder.replays)
     for lengths in ([9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]):
         ours, cursor = graphed.forward(make_step(lengths))
         exact, expected = plain.forward(make_step(lengths))
         assert cursor.starts == expected.starts
+        assert len(ours) == (sum(lengths) if model.causal else len(lengths))
         torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
     assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == [1, 1, 1, 4]
 
@@ -500,7 +494,7 @@ class BrokenRecorder(CallRecorder):
         return bad.get(len(self.replays), replay)
 
 
-class FirstTokensBackend(VarlenBackend):
+class FirstTokensBackend(TritonBackend):
     """In graphs alone, tokens behind a sequence's first 100 are attended to wrongly."""
 
     def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
@@ -511,7 +505,7 @@ class FirstTokensBackend(VarlenBackend):
 
 
 def test_bad_graphs_are_dropped(capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture) -> None:
-    _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
+    _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend())
     assert list(mismatches) == [SIZES[0]]
     for recorder, reason in (
         (CallRecorder(host=1.0, device=9.0), "bound by the device"),
@@ -527,13 +521,13 @@ def test_only_what_is_captured_without_fault_is_used(
     small: LoadedModel, backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = BrokenRecorder()
-    gpu, plain = torch.device("cuda"), PackedRunner(small, CPU, backend)
+    gpu, plain = torch.device("cuda"), runner_of(small, backend)
     monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)
     monkeypatch.setattr(cuda_graphs, "GraphedRunner", lambda runner, device: GraphedRunner(runner, CPU))
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda: recorder)
     most = CaptureSize(256, 40, 128)
     with caplog.at_level(logging.WARNING, logger="maxsimd"):
-        found = cuda_graphs.with_graphs(plain, backend, gpu, texts_of(small), most)
+        found = cuda_graphs.with_graphs(plain, gpu, texts_of(small), most)
     assert isinstance(found, GraphedRunner)
     assert found.sizes == SIZES[3:]
     what = "not replayed as CUDA graphs of"
@@ -543,5 +537,5 @@ def test_only_what_is_captured_without_fault_is_used(
     for lengths in ([5, 5], [100]):
         found.forward(make_step(lengths))
     assert recorder.replays[0] == 0
-    assert cuda_graphs.with_graphs(plain, backend, CPU, texts_of(small), most) is plain
-    assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain
+    assert cuda_graphs.with_graphs(plain, CPU, texts_of(small), most) is plain
+    assert cuda_graphs.with_graphs(plain, gpu, [], most) is plain

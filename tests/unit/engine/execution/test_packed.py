@@ -1,6 +1,5 @@
 """Packed execution: layouts, attention and weight layout against their plain references."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution import layout as layouts
 from maxsimd.engine.execution.attention.backend import AttentionBackend, GroupedBackend, OneByOneBackend
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
-from maxsimd.engine.execution.attention.gpu import VarlenBackend
 from maxsimd.engine.execution.modes import PADDING, SMALL_BATCH, Packed, by_length, try_packed
 from maxsimd.engine.execution.runner import PackedRunner, remove_cls_only
 from maxsimd.engine.execution.self_check.samples import make_samples
@@ -85,49 +83,6 @@ def attention_problems(draw: st.DrawFn, causal_ends: bool = False) -> Problem:
     kv_heads, repeats = draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))
     window = draw(st.none() | st.integers(2, 20))
     return lengths, attended, kv_heads, repeats, causal, window
-
-
-def plain_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets_q: torch.Tensor, offsets_k: torch.Tensor,
-    longest_q: int, longest_k: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False, seqused_k: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """torch's variable-length attention as documented, sequence by sequence in plain torch."""
-    out = torch.empty(len(q), q.shape[1], v.shape[-1])
-    left, right = window_size
-    # Read without torch, which is not to see that the host does so: on a GPU it does not.
-    offsets = offsets_q.numpy().tolist()
-    lengths = None if seqused_k is None else seqused_k.numpy().tolist()
-    for i, (start, stop) in enumerate(pairwise(offsets)):
-        rows = slice(start, stop)
-        length = rows.stop - rows.start
-        assert length <= longest_q
-        keys = length if lengths is None else lengths[i]
-        seen = slice(rows.start, rows.start + keys)
-        distance = torch.arange(keys)[None, :] - torch.arange(length)[:, None]
-        mask = torch.ones(length, keys, dtype=torch.bool)
-        mask &= (distance >= -left) if left >= 0 else mask
-        mask &= (distance <= right) if right >= 0 else mask
-        heads = (x.transpose(0, 1) for x in (q[rows], k[seen], v[seen]))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-        )
-        out[rows] = attended.transpose(0, 1)
-    return out
-
-
-@given(attention_problems())
-@settings(max_examples=40)
-def test_variable_length_attention_is_called_as_it_is_documented(problem: Problem) -> None:
-    lengths, attended, kv_heads, repeats, causal, window = problem
-    batch = laid_out(lengths, attended, OneByOneBackend(), causal=causal)
-    q, k, v = (torch.randn(heads, sum(lengths), 8) for heads in (kv_heads * repeats, kv_heads, kv_heads))
-    qkv = QKV(q, k, v, 0.3, window)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
-        ours = full(VarlenBackend(CPU), qkv, batch.layout)
-    plain = full(OneByOneBackend(), qkv, batch.layout)
-    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
 
 
 @given(attention_problems(causal_ends=True))

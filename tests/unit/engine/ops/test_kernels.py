@@ -225,8 +225,16 @@ def test_layers_in_blocks_have_the_bits_of_expanded_ones(
 
 
 @needs_kernels
-def test_nothing_changes_or_misreads_weights_in_blocks() -> None:
+def test_nothing_changes_or_misreads_weights_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = BlockTensor.of("Q8_0", torch.ones(4, 34, dtype=torch.uint8))
+    numbers, expanded = BlockTensor.numbers, list[int]()
+    monkeypatch.setattr("maxsimd.engine.ops.cpu.blocks._AT_ONCE", 64)
+    monkeypatch.setattr(BlockTensor, "numbers", lambda part: (expanded.append(len(part)), numbers(part))[1])
+    x, bias = torch.randn(1, 3, 32), torch.randn(4)
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(x, numbers(matrix), bias)
+        torch.testing.assert_close(torch.nn.functional.linear(x, matrix, bias), exact)
+    assert expanded == [2, 2], "no more than a part at a time"
     for change in (lambda: matrix.mul_(2), lambda: matrix.__setitem__(0, 1), matrix.data_ptr):
         with pytest.raises(RuntimeError, match="in blocks"):
             change()
