@@ -97,7 +97,8 @@ def test_every_model_is_held() -> None:
 )
 def test_small_steps_alone_are_replayed(name: str, gpu: FakeGPU, loaded: Load) -> None:
     on = driving.OnGPU(gpu, loaded(name))
-    with driving.first_layers(on.model.backbone, 2):
+    # BERT's last layer is needed: it computes first rows alone.
+    with nullcontext() if name == "BERT" else driving.first_layers(on.model.backbone, 2):
         runner = on.graphed()
     ids = driving.Ids(on.model)
     for lengths in ([9, 30, 1], [20], [60, 4], [200, 100]):
