@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -322,8 +323,9 @@ async def test_pinned_blocks_are_few_as_steps(monkeypatch: pytest.MonkeyPatch, s
         return block
 
     monkeypatch.setattr(scoring_module, "to_host", to_host)
-    there_already = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(scoring_module, "record_arrival", lambda device: there_already)
+    # On a device that takes a moment, more steps could be launched meanwhile.
+    arrival = SimpleNamespace(synchronize=lambda: time.sleep(0.005))
+    monkeypatch.setattr(scoring_module, "record_arrival", lambda device: arrival)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     config = EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=64, cache_mb=0)
     async with Engine(config) as engine:
