@@ -161,8 +161,7 @@ def _run_all(out: str, seconds: float, only: tuple[str, ...], dry: bool) -> None
         os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     chosen = [step for step in steps if not only or step.name in only]
     outcomes = run_steps(chosen, Path(out), seconds, "CPU" if dry else _gpu_name())
-    if any(outcome.status != 0 for outcome in outcomes):
-        raise SystemExit(1)
+    raise SystemExit(int(any(outcome.status != 0 for outcome in outcomes)))
 
 
 def run_steps(chosen: Sequence[Step], folder: Path, seconds: float, gpu: str) -> list[Outcome]:
@@ -244,9 +243,6 @@ def _gpu_name() -> str:
     return (ran.stdout.splitlines() or ["unknown GPU"])[0].strip()
 
 
-# The steps themselves
-
-
 def show(figures: Mapping[str, object], prefix: str = "") -> None:
     """Prints figures and facts at once: nothing is lost if the process dies afterwards. Nested ones are named
     after the outer one."""
@@ -263,13 +259,12 @@ def show(figures: Mapping[str, object], prefix: str = "") -> None:
 def _step(name: str, dry: bool) -> None:
     """Runs one step in this process."""
     kind, _, model = name.partition(", ")
-    match kind:
-        case "MaxSim beside others":
-            _measure_maxsim(dry)
-        case "serving":
-            _measure_serving(dry)
-        case "forward":
-            _measure_forward(model, dry)
+    if kind == "forward":
+        _measure_forward(model, dry)
+    elif kind == "serving":
+        _measure_serving(dry)
+    else:
+        _measure_maxsim(dry)
 
 
 def _measure_maxsim(dry: bool) -> None:
@@ -288,14 +283,13 @@ def _measure_maxsim(dry: bool) -> None:
     show({"limits": limits.figures()})
     setting = kernels.Setting(device, 1 if dry else 12, limits)
     few = (kernels.MaxSimShape("few", 4, 5, (9, 9), 16, rounded=True),)
-    are_right = True
+    has_failed = False
     for shape in few if dry else (*kernels.MAXSIM_SHAPES, *kernels.PUBLISHED_SHAPES):
         with torch.inference_mode():
             figures = kernels.measure_maxsim(shape, setting)
         show(figures)
-        are_right &= not any("maxsimd_failed" in values for values in figures.values())
-    if not are_right:
-        raise SystemExit(1)
+        has_failed |= any("maxsimd_failed" in values for values in figures.values())
+    raise SystemExit(int(has_failed))
 
 
 # jina-colbert-v2; a ColBERT on XLM-RoBERTa large, as bge-m3 is; GTE-ModernColBERT; small enough for a CPU.
@@ -351,9 +345,8 @@ def _measure_forward(model: str, dry: bool) -> None:
     started = time.perf_counter()
     config = EngineConfig(model=_checkpoint("small" if dry else model), device="cpu" if dry else "cuda")
     loaded = load_device_model(config)
-    seconds = round(time.perf_counter() - started, 2)
-    chosen = {"attention": loaded.attention, "runner": type(loaded.runner).__name__}
-    show({"seconds to load": seconds, **chosen}, f"forward, {model}: ")
+    found = {"seconds to load": round(time.perf_counter() - started, 2), "attention": loaded.attention}
+    show({**found, "runner": type(loaded.runner).__name__}, f"forward, {model}: ")
     sizes = ((2, 8), (1, 16)) if dry else ((128, 128), (32, 512), (16, 1024), (8, 2048), (1, 512), (2, 1024))
     for count, tokens in sizes:
         run = partial(loaded.runner.forward, _random_step(loaded, count, tokens))
