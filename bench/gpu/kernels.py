@@ -427,8 +427,8 @@ def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
         options |= {"enable_gqa": True} if shape.heads != shape.kv_heads else {}
 
         def in_torch(qkv: QKV) -> Run:
-            rows = (x.transpose(0, 1) for x in (qkv.query, qkv.key, qkv.value))
-            return partial(varlen_attn, *rows, offsets, offsets, most, most, **options)
+            query, key, value = (x.transpose(0, 1) for x in (qkv.query, qkv.key, qkv.value))
+            return partial(varlen_attn, query, key, value, offsets, offsets, most, most, **options)
 
         makers["torch"] = in_torch
     pairs = sum(n * (n + 1) // 2 if shape.causal else n * n for n in lengths)
