@@ -27,7 +27,8 @@ class QueueFullError(MaxsimdError):
     """The queue is too full for this request, or its tenant has used up its rate. The queue refuses nothing
     if `max_wait_seconds` is None, the default in Python. `retry_after` is in seconds."""
 
-    def __init__(self, message: str, retry_after: float, reason: Refusal = "queue") -> None:
+    # Unpickling gives the message alone, and then sets the attributes.
+    def __init__(self, message: str, retry_after: float = 1.0, reason: Refusal = "queue") -> None:
         super().__init__(message)
         self.retry_after = retry_after
         self.reason = reason

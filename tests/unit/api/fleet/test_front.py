@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import pickle
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -691,8 +692,8 @@ def test_errors_survive_the_way() -> None:
         errors.RequestFailedError("m"),
         errors.EngineNotReadyError("m"),
     ):
-        back = wire.as_error(wire.as_failed(error))
-        assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
+        for back in (wire.as_error(wire.as_failed(error)), pickle.loads(pickle.dumps(error))):
+            assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
     failed = wire.as_failed(errors.InvalidRequestError("documents[1] is like queries[1]", "documents"))
     assert wire.in_whole(failed.message, [4, 9]) == "documents[9] is like queries[1]"
     assert wire.in_whole(failed.message, [4]) == failed.message, "a number that is none of its documents"
