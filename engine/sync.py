@@ -5,6 +5,7 @@ import inspect
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sized
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
@@ -50,6 +51,18 @@ class _LoopThread(DeviceThread):
         # When the interpreter ends, it may be too late to start the thread that ends the others.
         with suppress(RuntimeError):
             super()._run()
+
+
+def _end_if_there(engine: "weakref.ref[SyncEngine]") -> None:
+    if (there := engine()) is not None:
+        there._end_at_exit()
+
+
+async def _stop(engine: Engine, thread: _LoopThread) -> None:
+    try:
+        await engine.stop(grace=0)
+    finally:
+        thread.request_end()
 
 
 def _blocking(
@@ -107,6 +120,16 @@ class SyncEngine:
         self._change, self._handover = threading.RLock(), threading.Lock()
         # Calls that are not done.
         self._futures: set[Future[Any]] = set()
+        # The interpreter holds it until its own end.
+        self._at_exit = partial(_end_if_there, weakref.ref(self))
+
+    def __del__(self) -> None:
+        """Frees an engine that was not closed, such as one whose cell of a notebook runs again."""
+        thread = getattr(self, "_thread", None)  # the constructor may have failed
+        if thread is not None and thread.is_alive and not self._is_forked:
+            atexit.unregister(self._at_exit)
+            atexit.register(thread.close)
+            thread.run(_stop(self._engine, thread))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -122,7 +145,7 @@ class SyncEngine:
             if self._thread is not None:
                 raise EngineRunningError("the engine is running; close it first")
             self._process = os.getpid()
-            atexit.register(self._end_at_exit)
+            atexit.register(self._at_exit)
             try:
                 self._thread = _LoopThread("sync")
                 self._wait(self._engine.start())
@@ -160,7 +183,7 @@ class SyncEngine:
 
     def _end_thread(self) -> None:
         """Ends the event loop with what still runs there. Calls get EngineNotReadyError from now on."""
-        atexit.unregister(self._end_at_exit)
+        atexit.unregister(self._at_exit)
         with self._handover:
             thread, self._thread, self._process = self._thread, None, None
         if thread is not None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from maxsimd.engine import Engine, EngineConfig, Engines, RerankResult, SyncEngine, errors
 from maxsimd.engine.several.cascade import CascadeOptions
 from tests.nearly import nearly
+from tests.waiting import wait_for
 
 
 class DataFrame:
@@ -79,6 +80,9 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
         engine.close()
     with pytest.raises(errors.EngineNotReadyError):
         engine.score(QUERY, TEXTS)
+    before = {*threading.enumerate()}
+    SyncEngine(dtype="float32", progress=False).start().rerank(QUERY, TEXTS)
+    wait_for(lambda: {*threading.enumerate()} <= before)
 
 
 def test_methods_and_options_are_those_of_the_engine() -> None:
