@@ -65,6 +65,13 @@ async def _stop(engine: Engine, thread: _LoopThread) -> None:
         thread.request_end()
 
 
+def _join(stopped: "Future[None]", thread: _LoopThread, process: int | None) -> None:
+    """Waits at exit: a thread inside torch may abort the process. A fork has no such thread."""
+    if process == os.getpid():
+        wait([stopped])
+        thread.close()
+
+
 def _blocking(
     method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncEngine", P], T]:
@@ -128,8 +135,7 @@ class SyncEngine:
         thread = getattr(self, "_thread", None)  # the constructor may have failed
         if thread is not None and thread.is_alive and not self._is_forked:
             atexit.unregister(self._at_exit)
-            atexit.register(thread.close)
-            thread.run(_stop(self._engine, thread))
+            atexit.register(_join, thread.run(_stop(self._engine, thread)), thread, self._process)
 
     def __enter__(self) -> Self:
         return self.start()
