@@ -3,6 +3,7 @@
 Importing this module loads neither Ray nor torch; `ray` is needed once a data set is there to be scored."""
 
 import asyncio
+import atexit
 import os
 import re
 import sys
@@ -170,6 +171,7 @@ class RowEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ModelLoadError."""
+        self._process = os.getpid()
         let_waiting_threads_sleep()
         import uvloop
 
@@ -180,9 +182,14 @@ class RowEngine:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="maxsimd-rows", daemon=True)
         self._thread.start()
+        # A process whose threads still run may abort at its end.
+        atexit.register(self.close)
         self._wait(self._engine.start())
 
     def close(self) -> None:
+        atexit.unregister(self.close)
+        if self._process != os.getpid():  # a fork has none of the threads
+            return
         self._wait(self._engine.stop(0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

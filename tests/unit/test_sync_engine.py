@@ -255,10 +255,22 @@ except KeyboardInterrupt:
 """
 
 
+LEFT = """
+from maxsimd import EngineConfig, SyncEngine
+from maxsimd.api.cluster.data import ScoreRows
+
+rows = ScoreRows(EngineConfig(model=MODEL, dtype="float32"))
+rows.score([{"query": "a", "documents": [f"b {i}" for i in range(300)]}])
+SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
+"""
+
+
 UNFINISHED = r"(stopping with \d requests unfinished when the grace is over\n)?"
 
 
-@pytest.mark.parametrize(("program", "out", "said"), [(ENDS, "", UNFINISHED), (GIVES_UP, "", "")])
+@pytest.mark.parametrize(
+    ("program", "out", "said"), [(ENDS, "", UNFINISHED), (GIVES_UP, "", ""), (LEFT, "", "")]
+)
 def test_a_process_ends_beside_daemons_and_loads(bge: str, program: str, out: str, said: str) -> None:
     command = [sys.executable, "-c", program.replace("MODEL", repr(bge))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
