@@ -10,6 +10,7 @@ import torch
 
 from maxsimd.engine.ops.cpu.library import int8_function, strided
 from maxsimd.engine.ops.cpu.linear import Norm, as_rows, rows_like
+from maxsimd.engine.ops.cpu.memory import empty_in_large_pages
 
 _OCTET = 8  # inputs that weights are padded to a multiple of
 _ZERO = 128  # the byte of a row's zero
@@ -129,7 +130,8 @@ def pack(kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor, bias: torch
     more = -columns % kernel.panel
     filled = torch.nn.functional.pad(weight, (0, -inputs % _OCTET, 0, more))
     words = kernel.words(filled.unflatten(1, (-1, _OCTET)).contiguous())
-    packed = words.unflatten(0, (-1, kernel.lanes)).transpose(1, 2).contiguous()
+    laid_out = words.unflatten(0, (-1, kernel.lanes)).transpose(1, 2)
+    packed = empty_in_large_pages(laid_out.shape, laid_out.dtype).copy_(laid_out)
     bias = torch.zeros(columns, dtype=torch.float32) if bias is None else bias.float()
     scales, bias = (torch.nn.functional.pad(each, (0, more)) for each in (scales.float(), bias))
     return Int8Linear(kernel, packed, scales, bias, inputs, columns)

@@ -20,6 +20,7 @@ from maxsimd.engine.ops.cpu.library import (
     strided,
     with_close_columns,
 )
+from maxsimd.engine.ops.cpu.memory import empty_in_large_pages
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
 
 LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
@@ -181,7 +182,7 @@ def _packed(weight: torch.Tensor, dtype: torch.dtype, *scales_and_sums: torch.Te
     per_unit = 4 // weight.element_size()
     filled = torch.nn.functional.pad(weight, (0, -inputs % (LANES * per_unit), 0, -columns % PANEL))
     units = filled.contiguous().view(torch.int32)  # [columns, units]
-    packed = torch.empty(len(units) // LANES, units.shape[1], LANES, dtype=torch.int32)
+    packed = empty_in_large_pages((len(units) // LANES, units.shape[1], LANES), torch.int32)
     kernels().maxsimd_pack(units.data_ptr(), *units.shape, packed.data_ptr())
     return Weights(packed, inputs, columns, dtype, *scales_and_sums)
 
@@ -239,7 +240,7 @@ class Layer:
 def aligned_workspace(values: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """Memory for so many values, and the address where its first cache line starts. Takes no memory before
     steps touch it."""
-    memory = torch.empty(values + _LINE, dtype=dtype)
+    memory = empty_in_large_pages((values + _LINE,), dtype)
     return memory, -(-memory.data_ptr() // _LINE) * _LINE
 
 

@@ -1,12 +1,15 @@
 """The compiled kernels for linear layers, attention and towers against plain torch, on random input."""
 
 import itertools
+import mmap
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +32,7 @@ from maxsimd.engine.ops.cpu import linear as products
 from maxsimd.engine.ops.cpu.blocks import KINDS, BlockTensor
 from maxsimd.engine.ops.cpu.library import may_use
 from maxsimd.engine.ops.cpu.maxsim import first_not_finite
+from maxsimd.engine.ops.cpu.memory import empty_in_large_pages
 from maxsimd.engine.ops.qkv import QKV
 from tests.checkpoints.gguf_models import in_blocks
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
@@ -241,6 +245,30 @@ def test_nothing_changes_or_misreads_weights_in_blocks(monkeypatch: pytest.Monke
     assert matrix.is_finite()
     matrix.storages[0][3, :2] = torch.tensor([0, 0x7C])  # infinity in float16
     assert not matrix.is_finite()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages")
+def test_tensors_in_large_pages_lie_apart_and_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mappings, new = weakref.WeakSet[mmap.mmap](), mmap.mmap
+
+    def noted(*given: Any, **more: Any) -> mmap.mmap:
+        mappings.add(made := new(*given, **more))
+        return made
+
+    monkeypatch.setattr(mmap, "mmap", noted)
+    tensors = [empty_in_large_pages(shape, torch.uint8) for shape in ((65 << 20,), (5, 3), (7, 11), (0, 4))]
+    for number, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0
+        tensor[:7] = number
+    assert [each[:7].unique().tolist() for each in tensors] == [[0], [1], [2], []]
+    assert len(mappings) == 1
+    tensors[0] = tensors[1]
+    assert len(mappings) == 1
+    tensors.clear()
+    del tensor
+    assert len(mappings) == 0
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError("too many mappings")))
+    assert empty_in_large_pages((5, 3), torch.float32).shape == (5, 3)
 
 
 @needs_kernels
