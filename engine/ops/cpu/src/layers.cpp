@@ -3,8 +3,8 @@
 //
 // Threads wait for each other only around attention, which reads the rows of others. Between two attentions a thread
 // takes a block of rows, and computes all products of these: what follows the first attention, and the queries, keys
-// and values for the second. So the block stays in its second-level cache; then it takes another. With too few rows for
-// that, all threads together compute one product after the other. Either way a row's numbers are the same to the last
+// and values for the second. So the block stays in its second-level cache; then it takes another. With few rows reading
+// the weights takes long, so all threads together compute one product after the other. Either way a row's numbers are the same to the last
 // bit as those of single calls.
 
 #include <cstring>
@@ -19,7 +19,7 @@
 
 namespace maxsimd {
 
-// With fewer rows than this for each thread, threads divide the columns of each product.
+// With fewer rows than this for each thread, all threads together compute one product after the other.
 constexpr int64_t OWN_ROWS = 12;
 
 // A product as the caller's table has it, number by number.
@@ -102,7 +102,7 @@ class Worker {
     template <class Work>
     static void in_blocks(int64_t rows, const Work& work) {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        if (rows < OWN_ROWS * threads) {
+        if (rows < OWN_ROWS * threads || rows <= most_together<Number>()) {
             work(Block{0, rows, 0, false});
             return;
         }

@@ -128,11 +128,39 @@ void normalise_row(Value* out, const Norm<Value>& norm, int64_t row, int64_t col
     normalise(out + row * columns, norm.residual + row * norm.residual_stride, norm, columns, sums);
 }
 
+template <class Number>
+void normalise_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+    if (!norm.residual) return;
+    std::vector<float> sums(round_up(linear.columns, LANES));
+#pragma omp barrier
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < linear.rows; row++) normalise_row(linear.out, norm, row, linear.columns, sums.data());
+}
+
+// In tiles, few rows leave no time to fetch weights in.
+template <class Way, class Number>
+bool has_time_to_fetch(int64_t rows) {
+    return std::is_same_v<Way, Vectors<Number>> || rows > 3 * Way::TILE_ROWS;
+}
+
 template <class Way, class Number>
 void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
     if (linear.rows == 0) return;
     const int64_t threads = omp_get_num_threads(), panels = (linear.columns + PANEL - 1) / PANEL;
-    // Blocks of rows of equal size, the same number for each thread. If there are few rows, threads divide the columns.
+    // With few rows reading the weights takes long: each thread reads a part of them, and computes its columns.
+    if (linear.rows <= most_together<Number>() && (panels % threads == 0 || panels >= 8 * threads)) {
+        const int64_t thread = omp_get_thread_num();
+        const auto part = [&](int64_t whole, int64_t number) { return whole * number / threads; };
+        const Stretch& next = linear.upcoming;
+        const int64_t first = part(next.lines, thread);
+        const Stretch after{next.start + first * LANES, part(next.lines, thread + 1) - first};
+        Way way(linear, linear.rows);
+        run_task(way, linear, {0, linear.rows, part(panels, thread), part(panels, thread + 1)},
+                 has_time_to_fetch<Way, Number>(linear.rows), after);
+        normalise_in_team(linear, norm);
+        return;
+    }
+    // Blocks of rows of equal size, the same number for each thread.
     const int64_t tiles = (linear.rows + Way::TILE_ROWS - 1) / Way::TILE_ROWS;
     const int64_t most_blocks = (linear.rows + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
     const int64_t blocks = std::min(tiles, round_up(most_blocks, 2 * threads));
@@ -146,13 +174,7 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
         const bool fetches = stop - first > 3 * Way::TILE_ROWS;  // with fewer there is no time for it
         run_task(way, linear, {first, stop - first, begin, end}, fetches, linear.stretch(begin, end));
     }
-    if (norm.residual) {
-        std::vector<float> sums(round_up(linear.columns, LANES));
-#pragma omp barrier
-#pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < linear.rows; row++)
-            normalise_row(linear.out, norm, row, linear.columns, sums.data());
-    }
+    normalise_in_team(linear, norm);
 }
 
 template <class Way, class Number>
@@ -160,9 +182,8 @@ void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value
     if (linear.rows == 0) return;
     {
         Way way(linear, linear.rows);
-        // In tiles, few rows leave no time to fetch weights in.
-        const bool fetches = std::is_same_v<Way, Vectors<Number>> || linear.rows > 3 * Way::TILE_ROWS;
-        run_task(way, linear, {0, linear.rows, 0, (linear.columns + PANEL - 1) / PANEL}, fetches, linear.upcoming);
+        run_task(way, linear, {0, linear.rows, 0, (linear.columns + PANEL - 1) / PANEL},
+                 has_time_to_fetch<Way, Number>(linear.rows), linear.upcoming);
     }
     if (norm.residual) {
         std::vector<float> sums(round_up(linear.columns, LANES));

@@ -8,7 +8,7 @@
 
 namespace maxsimd {
 
-// Columns are divided among threads, and rows if there are many. With a norm, threads wait for each other before it.
+// Threads divide the columns, or the rows if there are many. With a norm, threads wait for each other before it.
 template <class Number>
 void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm);
 
@@ -19,6 +19,12 @@ void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& 
 // With how many rows a thread computes products one after the other, so that they stay in its second-level cache.
 template <class Number>
 int64_t most_rows();
+
+// With at most so many rows threads divide the columns of each product, so that each reads a part of the weights.
+template <class Number>
+int64_t most_together() {
+    return most_rows<Number>() * 3 / 2;
+}
 
 // Queries, keys and values of whole sequences, rows `stride` apart, with the heads of a row side by side; and what comes
 // of them, [rows][heads][head_dim]. A causal query sees the keys up to its own, and a `window` that is not 0 limits them

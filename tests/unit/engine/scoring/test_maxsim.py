@@ -171,7 +171,7 @@ def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert caplog.messages == [f"plain torch runs in place of kernels for this GPU, because {advice}"]
     with pytest.raises(ModelLoadError, match=re.escape(f"'triton' cannot run on this cuda; {advice}")):
         maxsim.choose_maxsim("triton", GPU)
-    with pytest.raises(ModelLoadError, match=re.escape(f"cannot run on this cuda in float32; {advice}")):
+    with pytest.raises(ModelLoadError, match=re.escape(f"by triton cannot run on this cuda; {advice}")):
         choose_attention("triton", None, GPU, torch.float32, False)  # type: ignore[arg-type]
 
 
