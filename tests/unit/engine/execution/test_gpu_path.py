@@ -398,7 +398,7 @@ def texts_of(model: LoadedModel) -> list[TokenSequence]:
 def attention_by_blocks(
     qkv: QKV, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
 ) -> None:
-    """What our kernel does, in plain torch."""
+    """Attention as our kernel computes it, in plain torch."""
     # Read without torch, which is not to see that the host does so: on a GPU it does not.
     for row, queries, position, key, keys in blocks.numpy().tolist():
         if queries == 0:
