@@ -48,7 +48,11 @@ def families(every: Iterable[Family], default: Collection[str] | None = None) ->
 
 def rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
     """Scores that lie further apart than the rounding of a number as large as the largest, by `unit` of it
-    each, have the same order. A unit is some roundings to bfloat16, each of up to 2^-9."""
-    apart = exact[:, None] - exact > 2 * unit * np.abs(exact).max()
+    each, have the same order. A unit is some roundings to bfloat16, each of up to 2^-9. Probabilities are
+    rounded as logits, and change by at most a quarter of what these do."""
+    largest = np.abs(exact).max()
+    if exact.min() > 0 and exact.max() < 1:
+        largest = max(largest, np.abs(np.log(exact / (1 - exact))).max() / 4)
+    apart = exact[:, None] - exact > 2 * unit * largest
     assert apart.any()
     assert (rounded[:, None] - rounded)[apart].min() > 0

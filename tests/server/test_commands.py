@@ -127,15 +127,15 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
 
 def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
     file, out, said = (tmp_path / name for name in ("documents.txt", "out", "said"))
-    file.write_text("\n".join(f"{i} {TEXTS[i % 4]}" for i in range(2500)), encoding="utf-8")
+    file.write_text("\n".join(f"{i} {TEXTS[i % 4]}" for i in range(20000)), encoding="utf-8")
     command = ["score", "--query", QUERY, "--documents", str(file), *FLOAT32, "--threads", "1"]
     process = Program(command).start(out, said)
-    wait_for(lambda: said.exists() and bool(re.search(r"\b[1-9][\d,]* of 2,500", said.read_text())))
+    wait_for(lambda: said.exists() and bool(re.search(r"\b[1-9][\d,]* of 20,000", said.read_text())))
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "documents left" in said.read_text()
     indices = [each["index"] for each in _lines(out.read_text())]
-    assert 0 < len(indices) < 2500
+    assert 0 < len(indices) < 20000
     assert indices == sorted(indices)
 
 
