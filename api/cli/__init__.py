@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -69,6 +70,14 @@ class _Commands(Commands):
             if point.name == name:
                 command = point.load()
         return command
+
+    def invoke(self, context: click.Context) -> Any:
+        """Runs a command. Ctrl-C ends the process with the status that shells expect, where click's is 1."""
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(128 + signal.SIGINT)
 
 
 def _registered() -> Any:

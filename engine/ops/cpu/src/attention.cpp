@@ -7,15 +7,18 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
+#include <new>
 #include <vector>
 
+#include "amx.h"
 #include "functions.h"
 #include "team.h"
 #include "tile.h"
 
 namespace maxsimd {
 
-constexpr int TILE_ROWS = 12;
+constexpr int TILE_ROWS = 12, AMX_ROWS = 32;
 
 // Rows [heads][rows][head_dim], with these distances between heads and between rows.
 template <class Value>
@@ -66,7 +69,8 @@ struct Attention {
     bool causal;
     int64_t window;  // how far off keys may be, plus one; 0 for no limit
     float scale;
-    Value* out;  // [rows][heads][head_dim]
+    Value* out;  // [rows], out_stride apart, of heads side by side
+    int64_t out_stride;
 
     // The keys that the query at a position may see, of the first `keys`.
     int64_t first_key(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
@@ -76,20 +80,37 @@ struct Attention {
     }
 };
 
+// Memory that begins at a cache line.
+template <class Item>
+struct Aligned : std::allocator<Item> {
+    template <class Other>
+    struct rebind {
+        using other = Aligned<Other>;
+    };
+    Item* allocate(size_t count) { return (Item*)::operator new(count * sizeof(Item), std::align_val_t(64)); }
+    void deallocate(Item* items, size_t) { ::operator delete(items, std::align_val_t(64)); }
+};
+
 template <class Number>
 struct Scratch {
-    std::vector<Unit> keys, values;
-    std::vector<float> products;                  // [TILE_ROWS][columns], of queries and keys
-    std::vector<typename Number::Value> weights;  // likewise, what softmax makes of them
+    template <class Item>
+    using Vector = std::vector<Item, Aligned<Item>>;
+    Vector<Unit> keys, values, queries;      // queries and sums for AMX alone: [rows of a tile][head_dim]
+    Vector<float> sums;
+    Vector<float> products;                  // [rows of a tile][columns], of queries and keys
+    Vector<typename Number::Value> weights;  // likewise, what softmax makes of them
     int64_t columns, value_stride;                // keys rounded up; units between packed blocks of values
 
-    void fit(int64_t key_count, int64_t head_dim) {
-        columns = round_up(key_count, LANES);
+    // Keys are rounded up to a multiple of `columns_at_once`.
+    void fit(int64_t key_count, int64_t head_dim, int rows, int columns_at_once) {
+        columns = round_up(key_count, columns_at_once);
         value_stride = columns / Number::PER_UNIT * LANES;
         keys.resize(columns * head_dim / Number::PER_UNIT);
         values.resize(head_dim / LANES * value_stride);
-        products.resize(TILE_ROWS * columns);
-        weights.resize(TILE_ROWS * columns);
+        products.resize(rows * columns);
+        weights.resize(rows * columns);
+        queries.resize(rows * head_dim / Number::PER_UNIT);
+        sums.resize(rows * head_dim);
     }
 };
 
@@ -98,7 +119,17 @@ template <class Number>
 void pack_keys(const Attention<typename Number::Value>& a, const Sequence<typename Number::Value>& sequence,
                int64_t head, Scratch<Number>& scratch) {
     const int64_t units = a.head_dim / Number::PER_UNIT, keys = sequence.keys();
-    for (int64_t key = 0; key < scratch.columns; key++) {
+    int64_t key = 0;
+    for (; units % LANES == 0 && key + LANES <= keys; key += LANES)
+        for (int64_t unit = 0; unit < units; unit += LANES) {
+            __m512i rows[LANES];
+            for (int lane = 0; lane < LANES; lane++)
+                rows[lane] = _mm512_loadu_si512((const Unit*)sequence.key(a.k, head, key + lane) + unit);
+            transpose(rows);
+            Unit* block = scratch.keys.data() + (key * units) + unit * LANES;
+            for (int lane = 0; lane < LANES; lane++) _mm512_storeu_si512(block + lane * LANES, rows[lane]);
+        }
+    for (; key < scratch.columns; key++) {
         Unit* column = scratch.keys.data() + key / LANES * LANES * units + key % LANES;
         const auto* row = key < keys ? (const Unit*)sequence.key(a.k, head, key) : nullptr;
         for (int64_t unit = 0; unit < units; unit++) column[unit * LANES] = row ? row[unit] : 0;
@@ -239,8 +270,7 @@ inline void mix_tile(const Attention<typename Number::Value>& a, const Scratch<N
         const __m512 share = _mm512_set1_ps(totals[row] > 0 ? 1 / totals[row] : 0);  // nothing seen: zero
 #pragma GCC unroll 4
         for (int block = 0; block < BLOCKS; block++)
-            store(out + row * a.heads * a.head_dim + column + block * LANES, 0xffff,
-                  _mm512_mul_ps(sums[row][block], share));
+            store(out + row * a.out_stride + column + block * LANES, 0xffff, _mm512_mul_ps(sums[row][block], share));
     }
 }
 
@@ -270,7 +300,7 @@ void attend_tile(const Attention<typename Number::Value>& a, Scratch<Number>& sc
         totals[i] =
             soften<Number>(scratch.products.data() + i * scratch.columns, scratch.weights.data() + i * scratch.columns,
                            scale, a.first_key(position + i), a.last_key(position + i, keys), from, to);
-    auto* out = a.out + ((sequence.first_row + row) * a.heads + head) * a.head_dim;
+    auto* out = a.out + (sequence.first_row + row) * a.out_stride + head * a.head_dim;
     for (column = 0; column + LANES < a.head_dim; column += 2 * LANES)
         mix_tile<Number, ROWS, 2>(a, scratch, from, to, column, totals, out);
     if (column < a.head_dim) mix_tile<Number, ROWS, 1>(a, scratch, from, to, column, totals, out);
@@ -288,15 +318,98 @@ void attend_rows(int present, const Attention<typename Number::Value>& a, Scratc
     attend_tile<Number, ROWS>(a, scratch, sequence, row, head);
 }
 
+#ifdef MAXSIMD_AMX
+
+// Whether attention is computed in AMX tiles, 32 dimensions and 32 keys at a time.
+template <class Value>
+bool is_in_tiles(const Attention<Value>& a) {
+    return std::is_same_v<Value, uint16_t> && uses_amx() && a.head_dim % (2 * LANES) == 0 && !a.positions.keys;
+}
+
+// The units [first, last) of rows, times those of packed columns, of which 16 are `block_stride` units apart.
+template <int HALVES>
+void multiply_in_tiles(const Unit* rows, int64_t row_stride, const Unit* blocks, int64_t block_stride, int64_t first,
+                       int64_t last, int64_t from, int64_t to, float* out, int64_t out_stride) {
+    for (int64_t column = from; column < to; column += 2 * LANES) {
+        const Unit *left = blocks + column / LANES * block_stride, *right = left + block_stride;
+        clear_sums();
+        for (int64_t unit = first; unit < last; unit += LANES)
+            add_tiles<BFloat16, HALVES>(rows + unit, rows + HALF * row_stride + unit, row_stride, row_stride,
+                                        left + unit * LANES, right + unit * LANES);
+        store_sums<HALVES>((Unit*)out + column, out_stride);
+    }
+}
+
+// As `attend_tile`, for up to AMX_ROWS queries.
+template <int HALVES>
+void attend_in_tiles(int count, const Attention<uint16_t>& a, Scratch<BFloat16>& scratch,
+                     const Sequence<uint16_t>& sequence, int64_t row, int64_t head) {
+    constexpr int at_once = 2 * LANES;
+    const int64_t units = a.head_dim / BFloat16::PER_UNIT, columns = scratch.columns;
+    // Copied, because the tile of the last queries reads more rows than there are.
+    for (int i = 0; i < count; i++)
+        std::memcpy(scratch.queries.data() + i * units, a.q.at(head, sequence.first_row + row + i),
+                    units * sizeof(Unit));
+    const int64_t position = sequence.before() + row, keys = sequence.keys();
+    const int64_t from = a.first_key(position) / at_once * at_once;
+    const int64_t to = std::max(from, round_up(a.last_key(position + count - 1, keys), at_once));
+    multiply_in_tiles<HALVES>(scratch.queries.data(), units, scratch.keys.data(), units * LANES, 0, units, from, to,
+                              scratch.products.data(), columns);
+    const float scale = a.scale * 1.44269504f;  // times log2(e)
+    float totals[AMX_ROWS];
+    for (int i = 0; i < count; i++) {
+        float* products = scratch.products.data() + i * columns;
+        uint16_t* weights = scratch.weights.data() + i * columns;
+        if (a.positions.bias) add_bias(a, products, position + i, head, from, to);
+        const int64_t first = a.first_key(position + i), last = a.last_key(position + i, keys);
+        const int64_t begin = std::max(from, first / LANES * LANES), end = std::max(begin, round_up(last, LANES));
+        totals[i] = soften<BFloat16>(products, weights, scale, first, last, begin, end);
+        std::fill(weights + from, weights + begin, 0);
+        std::fill(weights + end, weights + to, 0);
+    }
+    multiply_in_tiles<HALVES>((const Unit*)scratch.weights.data(), columns / BFloat16::PER_UNIT, scratch.values.data(),
+                              scratch.value_stride, from / BFloat16::PER_UNIT, to / BFloat16::PER_UNIT, 0, a.head_dim,
+                              scratch.sums.data(), a.head_dim);
+    for (int i = 0; i < count; i++) {
+        const __m512 share = _mm512_set1_ps(totals[i] > 0 ? 1 / totals[i] : 0);  // nothing seen: zero
+        uint16_t* out = a.out + (sequence.first_row + row + i) * a.out_stride + head * a.head_dim;
+        for (int64_t column = 0; column < a.head_dim; column += at_once) {
+            const float* sums = scratch.sums.data() + i * a.head_dim + column;
+            store(out + column, 0xffffffff, _mm512_mul_ps(_mm512_loadu_ps(sums), share),
+                  _mm512_mul_ps(_mm512_loadu_ps(sums + LANES), share));
+        }
+    }
+}
+
+#endif
+
 template <class Number>
 void attend_sequence(const Attention<typename Number::Value>& a, Scratch<Number>& scratch,
                      const Sequence<typename Number::Value>& sequence, int64_t key_head) {
-    scratch.fit(sequence.keys(), a.head_dim);
+    const int64_t repeats = a.heads / a.key_heads, first = key_head * repeats;
+#ifdef MAXSIMD_AMX
+    if constexpr (std::is_same_v<Number, BFloat16>)
+        if (is_in_tiles(a)) {
+            const TileRegisters registers;
+            scratch.fit(sequence.keys(), a.head_dim, AMX_ROWS, 2 * LANES);
+            pack_keys(a, sequence, key_head, scratch);
+            pack_values(a, sequence, key_head, scratch);
+            for (int64_t head = first; head < first + repeats; head++)
+                for (int64_t row = 0; row < sequence.queries; row += AMX_ROWS) {
+                    const int count = (int)std::min<int64_t>(AMX_ROWS, sequence.queries - row);
+                    if (count > HALF)
+                        attend_in_tiles<2>(count, a, scratch, sequence, row, head);
+                    else
+                        attend_in_tiles<1>(count, a, scratch, sequence, row, head);
+                }
+            return;
+        }
+#endif
+    scratch.fit(sequence.keys(), a.head_dim, TILE_ROWS, LANES);
     pack_keys(a, sequence, key_head, scratch);
     pack_values(a, sequence, key_head, scratch);
     const int64_t queries = sequence.queries, tiles = (queries + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t repeats = a.heads / a.key_heads;
-    for (int64_t head = key_head * repeats; head < (key_head + 1) * repeats; head++)
+    for (int64_t head = first; head < first + repeats; head++)
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t row = queries * tile / tiles, stop = queries * (tile + 1) / tiles;
             attend_rows<Number, TILE_ROWS>((int)(stop - row), a, scratch, sequence, row, head);
@@ -341,7 +454,8 @@ void attend_in_team(const SelfAttention<typename Number::Value>& self, const int
                           self.causal,
                           self.window,
                           self.scale,
-                          self.out},
+                          self.out,
+                          self.out_stride},
                          sequences, count, nullptr);
 }
 
@@ -381,7 +495,8 @@ void maxsimd_attention(int kind, const void* q, const void* k, const void* v, co
                                          causal != 0,
                                          window,
                                          scale,
-                                         (Value*)out};
+                                         (Value*)out,
+                                         heads * head_dim};
         attend<decltype(number)>(attention, sequences, count, prefixes, prefix_count);
     };
     by_kind<Float32, BFloat16>(kind, compute);

@@ -229,36 +229,6 @@ inline void take_span(uint8_t kind, const uint8_t* row, int64_t at, int parts, c
     }
 }
 
-// Sixteen rows of sixteen units, turned.
-inline void transpose(__m512i (&rows)[LANES]) {
-    __m512i turned[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        turned[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        turned[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += 4)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++) {
-            rows[i + 2 * j] = _mm512_unpacklo_epi64(turned[i + j], turned[i + j + 2]);
-            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(turned[i + j], turned[i + j + 2]);
-        }
-    // Four units of four rows are in each quarter now.
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < LANES; j += 8) {
-            turned[j + i] = _mm512_shuffle_i32x4(rows[j + i], rows[j + 4 + i], 0x88);
-            turned[j + 4 + i] = _mm512_shuffle_i32x4(rows[j + i], rows[j + 4 + i], 0xdd);
-        }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        rows[i] = _mm512_shuffle_i32x4(turned[i], turned[8 + i], 0x88);
-        rows[8 + i] = _mm512_shuffle_i32x4(turned[i], turned[8 + i], 0xdd);
-    }
-}
-
 // Packs LANES rows from `first` on in bfloat16, as tile.h says; rows from `count` on are zero. `inputs` is a multiple
 // of STRIP.
 inline void unpack_block(const BlockRows& matrix, int64_t first, int64_t count, int64_t inputs, Unit* packed) {

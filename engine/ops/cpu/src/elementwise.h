@@ -17,7 +17,8 @@ struct RowNorm {
     const float *weight, *bias;  // [columns]; the bias may be null
     float epsilon;
     bool centered;
-    Value* out;  // [rows][columns]
+    Value* out;  // [rows], out_stride apart
+    int64_t out_stride = columns;
 };
 
 template <class Value>
@@ -43,7 +44,7 @@ void norm_row(const RowNorm<Value>& norm, int64_t row, float* sums) {
         const __mmask16 mask = first_lanes(norm.columns - i);
         const __m512 off = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(sums + i), mean), scale);
         const __m512 bias = norm.bias ? load(norm.bias + i, mask) : _mm512_setzero_ps();
-        store(norm.out + row * norm.columns + i, mask, _mm512_fmadd_ps(off, load(norm.weight + i, mask), bias));
+        store(norm.out + row * norm.out_stride + i, mask, _mm512_fmadd_ps(off, load(norm.weight + i, mask), bias));
     }
 }
 

@@ -26,7 +26,7 @@ constexpr int64_t OWN_ROWS = 12;
 struct Product {
     int64_t weights, units, scales, sums, bias, inputs, columns;
 
-    Stretch stretch() const { return {(const Unit*)weights, round_up(columns, PANEL) / LANES * units}; }
+    Stretch stretch() const { return {(const Unit*)weights, round_up(columns, PANEL) / LANES, units, units}; }
 };
 
 // A layer, likewise.
@@ -39,19 +39,61 @@ struct Epsilons {
     float attended, narrowed;
 };
 
-// Rows of a step between products: one buffer for each, of which all start at a cache line.
+// Rows in memory, `stride` values apart.
+template <class Value>
+struct Matrix {
+    Value* at;
+    int64_t stride;
+
+    Value* row(int64_t index) const { return at + index * stride; }
+    Matrix from(int64_t index) const { return {row(index), stride}; }
+
+    void copy(int64_t to, const Matrix& other, int64_t index, int64_t columns) const {
+        std::memcpy(row(to), other.row(index), columns * sizeof(Value));
+    }
+};
+
+// Memory that is divided among matrices, of which each starts at a cache line. Their rows are apart, since products read
+// some units of many rows at a time.
+template <class Value>
+class Workspace {
+  public:
+    // It begins at `start`, which may be null.
+    Workspace(Value* start, int64_t rows) : start_(start), rows_(rows) {}
+
+    // A row for each of the step, and `spare` more.
+    Matrix<Value> take(int64_t columns, int64_t spare = 0) {
+        constexpr int64_t per_unit = sizeof(Unit) / sizeof(Value);
+        const int64_t stride = columns % per_unit ? columns : apart(columns / per_unit) * per_unit;
+        Value* from = start_ ? start_ + taken_ : nullptr;
+        taken_ += round_up((rows_ + spare) * stride, 64);
+        return {from, stride};
+    }
+
+    // The step's rows: in `rows`, if they are apart there, else in room for a copy.
+    Matrix<Value> take_apart(Value* rows, int64_t columns) {
+        constexpr int64_t per_unit = sizeof(Unit) / sizeof(Value);
+        return are_apart(columns / per_unit) ? Matrix<Value>{rows, columns} : take(columns);
+    }
+
+    int64_t taken() const { return taken_; }  // values
+
+  private:
+    Value* const start_;
+    const int64_t rows_;
+    int64_t taken_ = 0;
+};
+
+// Rows of a step between products.
 template <class Value>
 struct Buffers {
-    Value *query, *key, *value, *attended, *summed, *wide, *residual;
+    Matrix<Value> hidden, query, key, value, attended, summed, wide, residual;
 
     // Returns how many values they take, from `start` on, which may be null.
-    int64_t divide(Value* start, int64_t rows, const Layer& layer) {
-        int64_t taken = 0;
-        const auto take = [&](int64_t columns, int64_t spare = 0) {
-            Value* from = start ? start + taken : nullptr;
-            taken += round_up((rows + spare) * columns, 64);
-            return from;
-        };
+    int64_t divide(Value* start, Value* rows_of_step, int64_t rows, const Layer& layer) {
+        Workspace<Value> space(start, rows);
+        const auto take = [&](int64_t columns, int64_t spare = 0) { return space.take(columns, spare); };
+        hidden = space.take_apart(rows_of_step, layer.attended.columns);
         query = take(layer.query.columns);
         key = take(layer.key.columns);
         value = take(layer.value.columns);
@@ -61,7 +103,7 @@ struct Buffers {
         summed = take(layer.attended.columns, rows / OWN_ROWS);
         wide = take(layer.widened.columns, rows / OWN_ROWS);
         residual = take(layer.attended.columns);
-        return taken;
+        return space.taken();
     }
 };
 
@@ -74,7 +116,7 @@ struct Step {
     const Epsilons* epsilons;
     int64_t layer_count, heads;
     float scale;
-    Value* hidden;
+    Matrix<Value> hidden;
     int64_t rows;
     const int64_t *sequences, *one_query;
     int64_t count;
@@ -118,15 +160,15 @@ class Worker {
     // Work on a product's result: an activation, rows that are added, or a norm.
     struct After {
         Activation activation = Activation::NONE;
-        const Value* added = nullptr;
+        Matrix<Value> added = {};
         Norm<Value> norm = {};
     };
 
     // The block's rows of a product, `x` and `out` being the block's. The weights `next` are multiplied afterwards.
-    static void multiply(const Product& product, const Stretch& next, const Block& block, const Value* x, Value* out,
-                         const After& after = {}) {
-        const Linear<Number> linear{x,
-                                    product.inputs,
+    static void multiply(const Product& product, const Stretch& next, const Block& block, const Matrix<Value>& x,
+                         const Matrix<Value>& out, const After& after = {}) {
+        const Linear<Number> linear{x.at,
+                                    x.stride,
                                     block.count,
                                     product.inputs,
                                     (const Unit*)product.weights,
@@ -136,14 +178,22 @@ class Worker {
                                     (const float*)product.bias,
                                     product.columns,
                                     after.activation,
-                                    out,
+                                    out.at,
                                     next,
-                                    after.added,
-                                    product.columns};
+                                    after.added.at,
+                                    after.added.stride,
+                                    out.stride};
         if (block.alone)
             run_rows<Number>(linear, after.norm);
         else
             run_in_team<Number>(linear, after.norm);
+    }
+
+    // Copies the rows of a step, if they lie elsewhere.
+    static void move_rows(const Matrix<Value>& to, const Matrix<Value>& from, int64_t rows, int64_t columns) {
+        if (to.at == from.at) return;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) to.copy(row, from, row, columns);
     }
 
     // Calls `work` with each row of a block that this thread has to compute.
@@ -169,7 +219,8 @@ class Worker {
 // A thread that runs layers built as BERT's.
 template <class Number>
 class Thread : Worker<Number> {
-    using Worker<Number>::in_blocks, Worker<Number>::multiply, Worker<Number>::wait, Worker<Number>::wait_for_others;
+    using Worker<Number>::in_blocks, Worker<Number>::move_rows, Worker<Number>::multiply;
+    using Worker<Number>::wait, Worker<Number>::wait_for_others;
 
   public:
     using typename Worker<Number>::Attended, typename Worker<Number>::Value;
@@ -178,13 +229,13 @@ class Thread : Worker<Number> {
 
     void run() {
         const Layer *layer = step_.layers, *last = layer + step_.layer_count - 1;
+        move_rows(at_.hidden, step_.hidden, step_.rows, hidden_size());
         in_blocks(step_.rows, [&](const Block& block) { prepare(layer, block); });
         for (; layer < last; layer++) {
             attend(*layer, step_.sequences);
             in_blocks(step_.rows, [&](const Block& block) {
-                const int64_t from = block.first * hidden_size();
-                complete(*layer, first_product(layer + 1).stretch(), block,
-                         at_.attended + block.first * layer->attended.inputs, step_.hidden + from, step_.hidden + from);
+                const auto rows = at_.hidden.from(block.first);
+                complete(*layer, first_product(layer + 1).stretch(), block, at_.attended.from(block.first), rows, rows);
                 prepare(layer + 1, block);
             });
         }
@@ -194,9 +245,8 @@ class Thread : Worker<Number> {
         }
         attend(*last, step_.sequences);
         in_blocks(step_.rows, [&](const Block& block) {
-            const int64_t from = block.first * hidden_size();
-            complete(*last, {}, block, at_.attended + block.first * last->attended.inputs, step_.hidden + from,
-                     step_.hidden + from);
+            complete(*last, {}, block, at_.attended.from(block.first), at_.hidden.from(block.first),
+                     step_.hidden.from(block.first));
         });
     }
 
@@ -213,40 +263,39 @@ class Thread : Worker<Number> {
     // The queries, keys and values that a layer makes of its input; where only first rows come out of it, without
     // the queries, which come later.
     void prepare(const Layer* layer, const Block& block) {
-        const Value* input = step_.hidden + block.first * hidden_size();
+        const auto input = at_.hidden.from(block.first);
         const Product& next = gives_firsts(layer) ? layer->query : layer->attended;
         if (!gives_firsts(layer))
-            multiply(layer->query, layer->key.stretch(), block, input, at_.query + block.first * layer->query.columns);
-        multiply(layer->key, layer->value.stretch(), block, input, at_.key + block.first * layer->key.columns);
-        multiply(layer->value, next.stretch(), block, input, at_.value + block.first * layer->value.columns);
+            multiply(layer->query, layer->key.stretch(), block, input, at_.query.from(block.first));
+        multiply(layer->key, layer->value.stretch(), block, input, at_.key.from(block.first));
+        multiply(layer->value, next.stretch(), block, input, at_.value.from(block.first));
     }
 
     void attend(const Layer& layer, const int64_t* sequences) {
         wait();
-        attend_in_team<Attended>({at_.query, at_.key, at_.value, layer.query.columns, step_.heads, step_.heads,
-                                  layer.query.columns / step_.heads, step_.scale, at_.attended},
+        attend_in_team<Attended>({at_.query.at, at_.key.at, at_.value.at, at_.query.stride, step_.heads, step_.heads,
+                                  layer.query.columns / step_.heads, step_.scale, at_.attended.at, at_.attended.stride},
                                  sequences, step_.count);
         wait();
     }
 
     // The layer from attention's output on, with the block's rows of each operand. `out` may be the residual. The
     // weights `after` are multiplied afterwards.
-    void complete(const Layer& layer, const Stretch& after, const Block& block, const Value* attended,
-                  const Value* residual, Value* out) {
-        Value *summed = at_.summed + block.scratch * hidden_size(),
-              *wide = at_.wide + block.scratch * layer.widened.columns;
+    void complete(const Layer& layer, const Stretch& after, const Block& block, const Matrix<Value>& attended,
+                  const Matrix<Value>& residual, const Matrix<Value>& out) {
+        const auto summed = at_.summed.from(block.scratch), wide = at_.wide.from(block.scratch);
         multiply(layer.attended, layer.widened.stretch(), block, attended, summed,
                  {Activation::NONE,
-                  nullptr,
-                  {residual, hidden_size(), (const float*)layer.attended_weight, (const float*)layer.attended_bias,
+                  {},
+                  {residual.at, residual.stride, (const float*)layer.attended_weight, (const float*)layer.attended_bias,
                    epsilons(layer).attended}});
         wait_for_others(block);
         multiply(layer.widened, layer.narrowed.stretch(), block, summed, wide, {Activation::GELU});
         wait_for_others(block);
         multiply(layer.narrowed, after, block, wide, out,
                  {Activation::NONE,
-                  nullptr,
-                  {summed, hidden_size(), (const float*)layer.narrowed_weight, (const float*)layer.narrowed_bias,
+                  {},
+                  {summed.at, summed.stride, (const float*)layer.narrowed_weight, (const float*)layer.narrowed_bias,
                    epsilons(layer).narrowed}});
         wait_for_others(block);
     }
@@ -256,21 +305,21 @@ class Thread : Worker<Number> {
         const int64_t attended = layer.query.columns, count = step_.count;
         wait();
         // Queries are computed side by side, and read where their sequences begin.
-        share(count, [&](int64_t i, int64_t row) { copy(at_.residual, i, step_.hidden, row, hidden_size()); });
+        share(count, [&](int64_t i, int64_t row) { at_.residual.copy(i, at_.hidden, row, hidden_size()); });
         wait();
         in_blocks(count, [&](const Block& block) {
-            multiply(layer.query, layer.attended.stretch(), block, at_.residual + block.first * hidden_size(),
-                     at_.attended + block.first * attended);
+            multiply(layer.query, layer.attended.stretch(), block, at_.residual.from(block.first),
+                     at_.attended.from(block.first));
         });
         wait();
-        share(count, [&](int64_t i, int64_t row) { copy(at_.query, row, at_.attended, i, attended); });
+        share(count, [&](int64_t i, int64_t row) { at_.query.copy(row, at_.attended, i, attended); });
         attend(layer, step_.one_query);
         // What is attended lies where sequences begin; the queries are not needed any more.
-        share(count, [&](int64_t i, int64_t row) { copy(at_.query, i, at_.attended, row, attended); });
+        share(count, [&](int64_t i, int64_t row) { at_.query.copy(i, at_.attended, row, attended); });
         wait();
         in_blocks(count, [&](const Block& block) {
-            complete(layer, {}, block, at_.query + block.first * attended, at_.residual + block.first * hidden_size(),
-                     step_.firsts + block.first * hidden_size());
+            complete(layer, {}, block, at_.query.from(block.first), at_.residual.from(block.first),
+                     Matrix<Value>{step_.firsts, hidden_size()}.from(block.first));
         });
     }
 
@@ -280,10 +329,6 @@ class Thread : Worker<Number> {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         for (int64_t i = count * thread / threads; i < count * (thread + 1) / threads; i++)
             work(i, step_.sequences[4 * i]);
-    }
-
-    static void copy(Value* out, int64_t to, const Value* in, int64_t row, int64_t columns) {
-        std::memcpy(out + to * columns, in + row * columns, columns * sizeof(Value));
     }
 
     const Step<Value>& step_;
@@ -314,23 +359,20 @@ struct RotaryEpsilons {
 // Rows of a step between products of these layers.
 template <class Value>
 struct RotaryBuffers {
-    Value *qkv, *attended, *summed, *normed, *wide;
+    Matrix<Value> hidden, qkv, attended, summed, normed, wide;
 
     // Returns how many values they take, from `start` on, which may be null.
-    int64_t divide(Value* start, int64_t rows, const RotaryLayer& layer) {
-        int64_t taken = 0;
-        const auto take = [&](int64_t columns, int64_t spare) {
-            Value* from = start ? start + taken : nullptr;
-            taken += round_up((rows + spare) * columns, 64);
-            return from;
-        };
+    int64_t divide(Value* start, Value* rows_of_step, int64_t rows, const RotaryLayer& layer) {
+        Workspace<Value> space(start, rows);
+        const auto take = [&](int64_t columns, int64_t spare) { return space.take(columns, spare); };
+        hidden = space.take_apart(rows_of_step, layer.out.columns);
         const int64_t spare = rows / OWN_ROWS;  // as for layers built as BERT's
         qkv = take(layer.qkv.columns, 0);
         attended = take(layer.out.inputs, 0);
         summed = take(layer.out.columns, spare);
         normed = take(layer.out.columns, spare);
         wide = take(layer.down.inputs, spare);
-        return taken;
+        return space.taken();
     }
 };
 
@@ -344,7 +386,7 @@ struct RotaryStep {
     int64_t layer_count, heads, key_heads, head_dim;
     float scale;
     bool causal;
-    Value* hidden;
+    Matrix<Value> hidden;
     int64_t rows;
     const int64_t* sequences;
     int64_t count;
@@ -354,7 +396,7 @@ struct RotaryStep {
 // A thread that runs layers with rotary positions.
 template <class Number>
 class RotaryThread : Worker<Number> {
-    using Worker<Number>::each_row, Worker<Number>::in_blocks, Worker<Number>::multiply;
+    using Worker<Number>::each_row, Worker<Number>::in_blocks, Worker<Number>::move_rows, Worker<Number>::multiply;
     using Worker<Number>::wait, Worker<Number>::wait_for_others;
 
   public:
@@ -365,19 +407,24 @@ class RotaryThread : Worker<Number> {
 
     void run() {
         const RotaryLayer *layer = step_.layers, *stop = layer + step_.layer_count;
+        move_rows(at_.hidden, step_.hidden, step_.rows, size_);
         in_blocks(step_.rows, [&](const Block& block) { prepare(layer, block); });
         for (; layer < stop; layer++) {
             wait();
-            const Value* qkv = at_.qkv;
+            const Value* qkv = at_.qkv.at;
             const int64_t own = step_.heads * step_.head_dim, keys = step_.key_heads * step_.head_dim;
             attend_in_team<Attended>(
-                {qkv, qkv + own, qkv + own + keys, layer->qkv.columns, step_.heads, step_.key_heads, step_.head_dim,
-                 step_.scale, at_.attended, step_.causal, layer->window},
+                {qkv, qkv + own, qkv + own + keys, at_.qkv.stride, step_.heads, step_.key_heads, step_.head_dim,
+                 step_.scale, at_.attended.at, at_.attended.stride, step_.causal, layer->window},
                 step_.sequences, step_.count);
             wait();
             in_blocks(step_.rows, [&](const Block& block) {
-                complete(layer, layer + 1 < stop ? layer[1].qkv.stretch() : Stretch{}, block);
-                if (layer + 1 < stop) prepare(layer + 1, block);
+                if (layer + 1 == stop) {
+                    complete(layer, {}, block, step_.hidden.from(block.first));
+                    return;
+                }
+                complete(layer, layer[1].qkv.stretch(), block, at_.hidden.from(block.first));
+                prepare(layer + 1, block);
             });
         }
     }
@@ -387,19 +434,19 @@ class RotaryThread : Worker<Number> {
 
     // The queries, keys and values that a layer makes of its input.
     void prepare(const RotaryLayer* layer, const Block& block) {
-        const Value* input = step_.hidden + block.first * size_;
+        auto input = at_.hidden.from(block.first);
         if (layer->before_attention.weight) {
-            Value* normed = at_.normed + block.scratch * size_;
+            const auto normed = at_.normed.from(block.scratch);
             normalise_rows(layer->before_attention, epsilons(layer).before_attention, block, input, normed);
             input = normed;
         }
-        Value* qkv = at_.qkv + block.first * layer->qkv.columns;
+        const auto qkv = at_.qkv.from(block.first);
         multiply(layer->qkv, layer->out.stretch(), block, input, qkv);
         wait_for_others(block);
         const int64_t* angles = step_.angles[layer - step_.layers];
         const int64_t first = block.first * step_.head_dim;
-        const Rotation<Value> rotation{qkv,
-                                       layer->qkv.columns,
+        const Rotation<Value> rotation{qkv.at,
+                                       qkv.stride,
                                        block.count,
                                        step_.heads,
                                        step_.heads + step_.key_heads,
@@ -414,14 +461,14 @@ class RotaryThread : Worker<Number> {
         });
     }
 
-    // The layer from attention's output on. The weights `next` are multiplied afterwards.
-    void complete(const RotaryLayer* layer, const Stretch& next, const Block& block) {
-        Value *hidden = step_.hidden + block.first * size_, *summed = at_.summed + block.scratch * size_,
-              *normed = at_.normed + block.scratch * size_, *wide = at_.wide + block.scratch * layer->down.inputs;
-        const Value* attended = at_.attended + block.first * layer->out.inputs;
+    // The layer from attention's output on, into the block's rows `out`. The weights `next` are multiplied afterwards.
+    void complete(const RotaryLayer* layer, const Stretch& next, const Block& block, const Matrix<Value>& out) {
+        const auto hidden = at_.hidden.from(block.first), attended = at_.attended.from(block.first);
+        const auto summed = at_.summed.from(block.scratch), normed = at_.normed.from(block.scratch);
+        const auto wide = at_.wide.from(block.scratch);
         multiply_and_add(layer->out, layer->wide.stretch(), block, attended, hidden, layer, layer->after_attention,
                          epsilons(layer).after_attention, normed, summed);
-        const Value* input = summed;
+        auto input = summed;
         if (layer->is_normed_before()) {
             normalise_rows(layer->before_feed_forward, epsilons(layer).before_feed_forward, block, summed, normed);
             input = normed;
@@ -429,25 +476,25 @@ class RotaryThread : Worker<Number> {
         multiply(layer->wide, layer->down.stretch(), block, input, wide, {(Activation)layer->activation});
         wait_for_others(block);
         multiply_and_add(layer->down, next, block, wide, summed, layer, layer->after_feed_forward,
-                         epsilons(layer).after_feed_forward, normed, hidden);
+                         epsilons(layer).after_feed_forward, normed, out);
     }
 
     // The sum of a product, with its norm, and the residual; or the norm of their sum. `normed` is scratch memory.
-    void multiply_and_add(const Product& product, const Stretch& next, const Block& block, const Value* x,
-                          const Value* residual, const RotaryLayer* layer, const LayerNorm& norm, float epsilon,
-                          Value* normed, Value* out) {
+    void multiply_and_add(const Product& product, const Stretch& next, const Block& block, const Matrix<Value>& x,
+                          const Matrix<Value>& residual, const RotaryLayer* layer, const LayerNorm& norm, float epsilon,
+                          const Matrix<Value>& normed, const Matrix<Value>& out) {
         if (!layer->is_normed_before()) {
             multiply(product, next, block, x, out,
                      {Activation::NONE,
-                      nullptr,
-                      {residual, size_, (const float*)norm.weight, (const float*)norm.bias, epsilon}});
+                      {},
+                      {residual.at, residual.stride, (const float*)norm.weight, (const float*)norm.bias, epsilon}});
         } else if (!layer->is_normed_after()) {
             multiply(product, next, block, x, out, {Activation::NONE, residual});
         } else {
             multiply(product, next, block, x, normed);
             wait_for_others(block);
             normalise_rows(norm, epsilon, block, normed, normed);
-            each_row(block, [&](int64_t row) { add(normed + row * size_, residual + row * size_, out + row * size_); });
+            each_row(block, [&](int64_t row) { add(normed.row(row), residual.row(row), out.row(row)); });
         }
         wait_for_others(block);
     }
@@ -459,10 +506,11 @@ class RotaryThread : Worker<Number> {
         }
     }
 
-    void normalise_rows(const LayerNorm& norm, float epsilon, const Block& block, const Value* x, Value* out) {
-        const RowNorm<Value> rows{x,
+    void normalise_rows(const LayerNorm& norm, float epsilon, const Block& block, const Matrix<Value>& x,
+                        const Matrix<Value>& out) {
+        const RowNorm<Value> rows{x.at,
                                   nullptr,
-                                  size_,
+                                  x.stride,
                                   0,
                                   block.count,
                                   size_,
@@ -470,7 +518,8 @@ class RotaryThread : Worker<Number> {
                                   (const float*)norm.bias,
                                   epsilon,
                                   norm.centered != 0,
-                                  out};
+                                  out.at,
+                                  out.stride};
         each_row(block, [&](int64_t row) { norm_row(rows, row, sums_.data()); });
         wait_for_others(block);
     }
@@ -481,6 +530,13 @@ class RotaryThread : Worker<Number> {
     std::vector<float> sums_;
 };
 
+// How many values the buffers of a step take, at most: the distances of rows depend on the size of a value.
+template <template <class> class Of, class AnyLayer>
+int64_t most_workspace(int64_t rows, const AnyLayer& layer) {
+    return std::max(Of<float>().divide(nullptr, nullptr, rows, layer),
+                    Of<uint16_t>().divide(nullptr, nullptr, rows, layer));
+}
+
 }  // namespace maxsimd
 
 #pragma GCC visibility push(default)
@@ -488,8 +544,7 @@ extern "C" {
 
 // How many values the workspace of `maxsimd_layers` must have for steps of up to `rows` rows.
 int64_t maxsimd_layers_workspace(const void* layers, int64_t rows) {
-    maxsimd::Buffers<uint16_t> buffers;
-    return buffers.divide(nullptr, rows, *(const maxsimd::Layer*)layers);
+    return maxsimd::most_workspace<maxsimd::Buffers>(rows, *(const maxsimd::Layer*)layers);
 }
 
 // Runs all layers on hidden [rows][columns], in place, in numbers of a kind as `maxsimd_linear` counts them. `layers`
@@ -497,8 +552,8 @@ int64_t maxsimd_layers_workspace(const void* layers, int64_t rows) {
 // the addresses of weights, the units of a column, the addresses of scales, sums and bias, the inputs and the columns;
 // then the addresses of weight and bias of either norm. All layers have the same sizes. `epsilons` is [layer_count][2].
 // `sequences` is [count][4] as `maxsimd_attention` has it; together the sequences have all rows. With `firsts`
-// [count][columns], what the last layer makes of the first row of each sequence is written there, and `hidden` is left
-// with its input. The workspace starts at a cache line.
+// [count][columns], what the last layer makes of the first row of each sequence is written there, and `hidden` holds
+// nothing of use afterwards. The workspace starts at a cache line.
 void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t layer_count, int64_t heads, float scale,
                     void* hidden, int64_t rows, const int64_t* sequences, int64_t count, void* workspace,
                     void* firsts) {
@@ -506,7 +561,7 @@ void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t 
     const auto compute = [&](auto number) {
         using Value = typename decltype(number)::Value;
         Buffers<Value> buffers;
-        buffers.divide((Value*)workspace, rows, *(const Layer*)layers);
+        buffers.divide((Value*)workspace, (Value*)hidden, rows, *(const Layer*)layers);
         std::vector<int64_t> one_query(sequences, sequences + 4 * count);
         for (int64_t i = 0; i < count; i++) one_query[4 * i + 1] = 1;
         const Step<Value> step{(const Layer*)layers,
@@ -514,7 +569,7 @@ void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t 
                                layer_count,
                                heads,
                                scale,
-                               (Value*)hidden,
+                               {(Value*)hidden, ((const Layer*)layers)->attended.columns},
                                rows,
                                sequences,
                                one_query.data(),
@@ -529,8 +584,7 @@ void maxsimd_layers(int kind, const void* layers, const void* epsilons, int64_t 
 
 // How many values the workspace of `maxsimd_rotary_layers` must have for steps of up to `rows` rows.
 int64_t maxsimd_rotary_layers_workspace(const void* layers, int64_t rows) {
-    maxsimd::RotaryBuffers<uint16_t> buffers;
-    return buffers.divide(nullptr, rows, *(const maxsimd::RotaryLayer*)layers);
+    return maxsimd::most_workspace<maxsimd::RotaryBuffers>(rows, *(const maxsimd::RotaryLayer*)layers);
 }
 
 // As above, for layers with rotary positions. `layers` is [layer_count][44]: four products as above, of queries, keys and
@@ -545,7 +599,7 @@ void maxsimd_rotary_layers(int kind, const void* layers, const void* epsilons, c
     const auto compute = [&](auto number) {
         using Value = typename decltype(number)::Value;
         RotaryBuffers<Value> buffers;
-        buffers.divide((Value*)workspace, rows, *(const RotaryLayer*)layers);
+        buffers.divide((Value*)workspace, (Value*)hidden, rows, *(const RotaryLayer*)layers);
         const RotaryStep<Value> step{(const RotaryLayer*)layers,
                                      (const RotaryEpsilons*)epsilons,
                                      (const int64_t (*)[2])angles,
@@ -555,7 +609,7 @@ void maxsimd_rotary_layers(int kind, const void* layers, const void* epsilons, c
                                      head_dim,
                                      scale,
                                      causal != 0,
-                                     (Value*)hidden,
+                                     {(Value*)hidden, ((const RotaryLayer*)layers)->out.columns},
                                      rows,
                                      sequences,
                                      count,

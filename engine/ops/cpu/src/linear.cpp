@@ -24,7 +24,7 @@ class Vectors {
   public:
     static constexpr int TILE_ROWS = 12;
     static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
-    static constexpr int64_t AT_ONCE = 192 << 10;  // bytes of weights, as `run_task` says
+    static constexpr int64_t AT_ONCE = 192 << 10;  // bytes of weights
     static constexpr int64_t BETWEEN = 64;  // units that are multiplied between two prefetches
 
     Vectors(const Linear<Number>& linear, int64_t most)
@@ -60,12 +60,15 @@ class Vectors {
 
     void complete() {}
 
+    // As many panels as `run_task` says, of a layer with so many units.
+    int64_t panels_at_once(int64_t units) const { return whole_panels(AT_ONCE, units); }
+
   private:
     // Whether rows can be read without a copy: in whole units, and as a copy would lie.
     bool is_in_place() const {
         return !std::is_same_v<Number, Int8> && linear_.inputs % Number::PER_UNIT == 0 &&
                linear_.x_stride % Number::PER_UNIT == 0 && (uintptr_t)linear_.x % sizeof(Unit) == 0 &&
-               Rows::are_apart(linear_.x_stride / Number::PER_UNIT);
+               are_apart(linear_.x_stride / Number::PER_UNIT);
     }
 
     template <int ROWS>
@@ -106,26 +109,26 @@ struct Task {
 
 // Computes a task. `Way` multiplies, by vectors or by tiles; each thread has its own.
 //
-// All rows are multiplied with `AT_ONCE` bytes of weights before the next, so that these stay in the second-level cache
+// All rows are multiplied with the weights of some panels before the next, so that these stay in the second-level cache
 // while they are used. There is room for as many beside them: with `fetches`, the next are prefetched meanwhile, at last
 // those of `after`.
 template <class Way, class Number>
 void run_task(Way& way, const Linear<Number>& linear, const Task& task, bool fetches, const Stretch& after) {
-    const int64_t lines = PANEL / LANES * linear.packed_units;  // of a panel
-    const int64_t at_once = std::max<int64_t>(1, Way::AT_ONCE / (lines * LANES * (int64_t)sizeof(Unit)));
+    const int64_t at_once = way.panels_at_once(linear.units());
     way.take(task.first, task.count);
     for (int64_t panel = task.begin, stop; panel < task.end; panel = stop) {
         stop = std::min(panel + at_once, task.end);
         Stretch ahead = stop < task.end ? linear.stretch(stop, task.end) : after;
-        ahead.lines = fetches ? std::min(ahead.lines, at_once * lines) : 0;
+        ahead.blocks = fetches ? std::min(ahead.blocks, way.panels_at_once(ahead.units) * PANEL / LANES) : 0;
         way.multiply_all(panel * PANEL, stop * PANEL, ahead);
     }
     way.complete();
 }
 
-template <class Value>
-void normalise_row(Value* out, const Norm<Value>& norm, int64_t row, int64_t columns, float* sums) {
-    normalise(out + row * columns, norm.residual + row * norm.residual_stride, norm, columns, sums);
+template <class Number>
+void normalise_row(const Linear<Number>& linear, const Norm<typename Number::Value>& norm, int64_t row, float* sums) {
+    normalise(linear.out + row * linear.out_stride, norm.residual + row * norm.residual_stride, norm, linear.columns,
+              sums);
 }
 
 template <class Number>
@@ -134,7 +137,7 @@ void normalise_in_team(const Linear<Number>& linear, const Norm<typename Number:
     std::vector<float> sums(round_up(linear.columns, LANES));
 #pragma omp barrier
 #pragma omp for schedule(static) nowait
-    for (int64_t row = 0; row < linear.rows; row++) normalise_row(linear.out, norm, row, linear.columns, sums.data());
+    for (int64_t row = 0; row < linear.rows; row++) normalise_row(linear, norm, row, sums.data());
 }
 
 // In tiles, few rows leave no time to fetch weights in.
@@ -152,8 +155,7 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
         const int64_t thread = omp_get_thread_num();
         const auto part = [&](int64_t whole, int64_t number) { return whole * number / threads; };
         const Stretch& next = linear.upcoming;
-        const int64_t first = part(next.lines, thread);
-        const Stretch after{next.start + first * LANES, part(next.lines, thread + 1) - first};
+        const Stretch after = next.part(part(next.blocks, thread), part(next.blocks, thread + 1));
         Way way(linear, linear.rows);
         run_task(way, linear, {0, linear.rows, part(panels, thread), part(panels, thread + 1)},
                  has_time_to_fetch<Way, Number>(linear.rows), after);
@@ -187,8 +189,7 @@ void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value
     }
     if (norm.residual) {
         std::vector<float> sums(round_up(linear.columns, LANES));
-        for (int64_t row = 0; row < linear.rows; row++)
-            normalise_row(linear.out, norm, row, linear.columns, sums.data());
+        for (int64_t row = 0; row < linear.rows; row++) normalise_row(linear, norm, row, sums.data());
     }
 }
 
@@ -270,8 +271,7 @@ void run_from_blocks_by(const Linear<BFloat16>& linear, const Norm<uint16_t>& no
         if (norm.residual) {
             std::vector<float> sums(round_up(linear.columns, LANES));
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < linear.rows; row++)
-                normalise_row(linear.out, norm, row, linear.columns, sums.data());
+            for (int64_t row = 0; row < linear.rows; row++) normalise_row(linear, norm, row, sums.data());
         }
     }
 }

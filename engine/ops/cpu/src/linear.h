@@ -13,11 +13,21 @@ namespace maxsimd {
 
 constexpr int PANEL = 2 * LANES;  // columns that are multiplied together; packed columns are a multiple
 
-// Packed weights that lie one after the other in memory.
+// Packed weights of some blocks of 16 columns, one after the other: of each block the first `lines` cache lines, of as
+// many as a column has units.
 struct Stretch {
     const Unit* start = nullptr;
-    int64_t lines = 0;  // of a cache
+    int64_t blocks = 0, lines = 0, units = 0;
+
+    Stretch part(int64_t first, int64_t last) const {
+        return {start + first * units * LANES, last - first, lines, units};
+    }
 };
+
+// How many whole panels a number of bytes has room for, at least one.
+inline int64_t whole_panels(int64_t bytes, int64_t units) {
+    return std::max<int64_t>(1, bytes / std::max<int64_t>(1, PANEL * units * (int64_t)sizeof(Unit)));
+}
 
 // Activations, after the bias. Gates come in the first 16 of each 32 columns, and what they multiply in the other 16.
 enum class Activation { NONE, GELU, GATED_SILU, GATED_GELU, GATED_GELU_TANH, GATED_RELU };
@@ -44,7 +54,7 @@ struct Linear {
     const Unit* block(int64_t column) const { return weights + column * packed_units; }
     // The weights of some panels.
     Stretch stretch(int64_t begin, int64_t end) const {
-        return {block(begin * PANEL), (end - begin) * PANEL / LANES * packed_units};
+        return {block(begin * PANEL), (end - begin) * PANEL / LANES, packed_units, packed_units};
     }
 };
 
@@ -52,20 +62,35 @@ struct Linear {
 class Ahead {
   public:
     // Part `part` of `parts` of a stretch.
-    Ahead(const Stretch& stretch, int64_t part, int64_t parts) {
-        const int64_t first = stretch.lines * part / parts;
-        next_ = stretch.start + first * LANES;
-        left_ = stretch.lines * (part + 1) / parts - first;
+    Ahead(const Stretch& stretch, int64_t part, int64_t parts) : stretch_(stretch) {
+        const int64_t all = stretch.blocks * stretch.lines, first = all * part / parts;
+        left_ = all * (part + 1) / parts - first;
+        if (left_ == 0) return;
+        block_ = stretch.start + first / stretch.lines * stretch.units * LANES;
+        in_block_ = stretch.lines - first % stretch.lines;
+        next_ = block_ + first % stretch.lines * LANES;
     }
     int64_t lines() const { return left_; }
     void fetch(int64_t lines) {
-        for (const int64_t stop = std::max<int64_t>(0, left_ - lines); left_ > stop; left_--, next_ += LANES)
-            _mm_prefetch((const char*)next_, _MM_HINT_T1);
+        lines = std::min(lines, left_);
+        left_ -= lines;
+        while (lines > 0) {
+            const int64_t count = std::min(lines, in_block_);
+            for (int64_t i = 0; i < count; i++) _mm_prefetch((const char*)(next_ + i * LANES), _MM_HINT_T1);
+            next_ += count * LANES;
+            lines -= count;
+            in_block_ -= count;
+            if (in_block_ == 0) {
+                next_ = block_ += stretch_.units * LANES;
+                in_block_ = stretch_.lines;
+            }
+        }
     }
 
   private:
-    const Unit* next_;
-    int64_t left_;
+    const Stretch stretch_;
+    const Unit *block_ = nullptr, *next_ = nullptr;
+    int64_t left_, in_block_ = 0;
 };
 
 // Layer norm of a linear layer's output plus another input of the same shape.
@@ -136,16 +161,20 @@ __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* 
         }
         return;
     }
-    for (int64_t i = 0; i < count; i++)
+    const __mmask32 mask = edges[0].mask | (__mmask32)edges[1].mask << LANES;
+    for (int64_t i = 0; i < count; i++) {
+        __m512 y[2];
 #pragma GCC unroll 2
         for (int block = 0; block < 2; block++) {
-            const int64_t at = column + block * LANES;
-            __m512 y = edges[block].end(sums + i * PANEL + block * LANES, scales, i);
-            if (linear.activation == Activation::GELU) y = gelu<Number>(y);
+            y[block] = edges[block].end(sums + i * PANEL + block * LANES, scales, i);
+            if (linear.activation == Activation::GELU) y[block] = gelu<Number>(y[block]);
             if (linear.added)
-                y = _mm512_add_ps(y, load(linear.added + (row + i) * linear.added_stride + at, edges[block].mask));
-            store(linear.out + (row + i) * linear.out_stride + at, edges[block].mask, y);
+                y[block] = _mm512_add_ps(
+                    y[block],
+                    load(linear.added + (row + i) * linear.added_stride + column + block * LANES, edges[block].mask));
         }
+        store(linear.out + (row + i) * linear.out_stride + column, mask, y[0], y[1]);
+    }
 }
 
 // The norm of a row of sums, whose `total` is given lane by lane; lanes beyond the columns are zero.

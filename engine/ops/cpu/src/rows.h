@@ -30,24 +30,34 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
     const __m512 inverse = _mm512_set1_ps(size > 0 ? 127 / size : 0);
     // Adding this to a small number leaves its nearest integer, plus 128, in the lowest bits.
     const __m512 rounder = _mm512_set1_ps(12582912.0f + 128);
-    for (int64_t i = 0; i < round_up(inputs, 4); i += LANES) {
-        const __m512 values = load(row + i, first_lanes(inputs - i));
-        const __m512i rounded = _mm512_castps_si512(_mm512_fmadd_ps(values, inverse, rounder));
-        _mm_mask_storeu_epi8(out + i, first_lanes(round_up(inputs, 4) - i), _mm512_cvtepi32_epi8(rounded));
+    // Of each pair of numbers, the bytes.
+    const auto pairs = [&](int64_t i) {
+        const int64_t left = inputs - i;
+        const __mmask32 mask = left >= 2 * LANES ? 0xffffffff : left <= 0 ? 0 : (1u << left) - 1;
+        const __m512i both = _mm512_maskz_loadu_epi16(mask, row + i);
+        const __m512i upper = _mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000));
+        const __m512i lower = _mm512_slli_epi32(both, 16);
+        const auto rounded = [&](__m512i values) {
+            return _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(values), inverse, rounder));
+        };
+        return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, rounded(lower), _mm512_slli_epi32(rounded(upper), 8));
+    };
+    alignas(64) static constexpr uint16_t even[] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                    32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    for (int64_t i = 0; i < round_up(inputs, 4); i += 4 * LANES) {
+        const __m512i bytes = _mm512_permutex2var_epi16(pairs(i), _mm512_load_si512(even), pairs(i + 2 * LANES));
+        const int64_t left = round_up(inputs, 4) - i;
+        _mm512_mask_storeu_epi8(out + i, left >= 4 * LANES ? ~0ull : (1ull << left) - 1, bytes);
     }
     return std::isfinite(size) ? size / 127 : std::numeric_limits<float>::quiet_NaN();
 }
 
-// Memory for `most` rows, each a whole number of cache lines and of tiles.
+// Memory for `most` rows, each a whole number of cache lines and of tiles, which are apart.
 class Rows {
   public:
-    // Whether rows that are `stride` units apart can all be kept in the first-level cache. At a distance of a multiple
-    // of 2 KiB they compete for few of its sets.
-    static bool are_apart(int64_t stride) { return stride % 512 != 0; }
-
     Rows(int64_t most, int64_t units)
         : units_(round_up(units, LANES)),
-          stride_(are_apart(units_) ? units_ : units_ + LANES),
+          stride_(apart(units_)),
           storage_(new Unit[most * stride_ + LANES]),
           scales_(most) {}
 

@@ -27,14 +27,15 @@ int64_t most_together() {
 }
 
 // Queries, keys and values of whole sequences, rows `stride` apart, with the heads of a row side by side; and what comes
-// of them, [rows][heads][head_dim]. A causal query sees the keys up to its own, and a `window` that is not 0 limits them
-// as in `maxsimd_attention`.
+// of them, likewise, rows `out_stride` apart. A causal query sees the keys up to its own, and a `window` that is not 0
+// limits them as in `maxsimd_attention`.
 template <class Value>
 struct SelfAttention {
     const Value *q, *k, *v;
     int64_t stride, heads, key_heads, head_dim;
     float scale;
     Value* out;
+    int64_t out_stride;
     bool causal = false;
     int64_t window = 0;
 };

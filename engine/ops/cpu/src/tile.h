@@ -116,7 +116,54 @@ inline void store(uint16_t* to, __mmask16 mask, __m512 values) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
+// Two vectors, side by side.
+inline void store(float* to, __mmask32 mask, __m512 left, __m512 right) {
+    _mm512_mask_storeu_ps(to, (__mmask16)mask, left);
+    _mm512_mask_storeu_ps(to + LANES, (__mmask16)(mask >> LANES), right);
+}
+
+inline void store(uint16_t* to, __mmask32 mask, __m512 left, __m512 right) {
+    _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+}
+
 inline int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// Whether pieces of rows that are `stride` units apart can be kept in the first-level cache together. At a distance of a
+// multiple of 2 KiB they compete for few of its sets.
+inline bool are_apart(int64_t stride) { return stride % 512 != 0; }
+
+// The least distance of such rows of `units`. Five cache lines more: with one, the pieces of sixteen rows overlap.
+inline int64_t apart(int64_t units) { return are_apart(units) ? units : units + 5 * LANES; }
+
+// Sixteen rows of sixteen units, turned.
+inline void transpose(__m512i (&rows)[LANES]) {
+    __m512i turned[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        turned[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        turned[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(turned[i + j], turned[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(turned[i + j], turned[i + j + 2]);
+        }
+    // Four units of four rows are in each quarter now.
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < LANES; j += 8) {
+            turned[j + i] = _mm512_shuffle_i32x4(rows[j + i], rows[j + 4 + i], 0x88);
+            turned[j + 4 + i] = _mm512_shuffle_i32x4(rows[j + i], rows[j + 4 + i], 0xdd);
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(turned[i], turned[8 + i], 0x88);
+        rows[8 + i] = _mm512_shuffle_i32x4(turned[i], turned[8 + i], 0xdd);
+    }
+}
 
 // Rows [count][units], `stride` apart, turned into blocks of 16 columns; missing columns are zero.
 inline void pack(const Unit* rows, int64_t stride, int64_t count, int64_t units, Unit* packed) {

@@ -9,13 +9,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import click
 import pyarrow
 import pytest
+from click.testing import CliRunner
 from pyarrow import parquet
 
-from maxsimd.api.cli import compare
+from maxsimd.api.cli import compare, main
 from maxsimd.api.cli.files import Record, read_records
 from maxsimd.api.cli.rank import Journal, digest_of, write
 
@@ -164,3 +166,9 @@ def test_links_are_followed_and_devices_written_into(tmp_path: Path) -> None:
         write_to(Path("/dev/full"))
     assert Path("/dev/full").is_char_device()
     assert {each.name for each in tmp_path.iterdir()} == {"plain", "link", "pipe"}
+
+
+def test_ctrl_c_has_the_status_that_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.commands["version"], "callback", Mock(side_effect=KeyboardInterrupt))
+    ended = CliRunner().invoke(main, ["version"])
+    assert (ended.exit_code, ended.output) == (130, "interrupted\n")

@@ -209,8 +209,8 @@ def test_layers_with_an_adapter_or_a_hook_stay() -> None:
     layers = backbone.encoder.layer
     layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
     layers[1].output.dense.register_forward_hook(lambda *given: None)
-    backbone.set_attn_implementation(runner.ATTENTION_NAME)
     runner.register_attention()
+    backbone.set_attn_implementation(runner.ATTENTION_NAME)
     with plain_kernels():
         assert _fused_layers(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
 

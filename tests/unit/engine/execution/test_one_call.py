@@ -38,7 +38,8 @@ from tests.unit.engine.ops.test_kernels import amx, needs_kernels
 pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
 
 Pack = Callable[[torch.Tensor], products.Weights]
-# Hidden states are no multiple of what the kernels take at a time, and narrower than all heads together.
+# Hidden states are no multiple of what the kernels take at a time, and narrower than all heads together; or
+# their rows lie at distances of 2 KiB, and are multiplied in chunks.
 HIDDEN, HEADS, HEAD_DIM, WIDE, SCALING = 90, 3, 32, 160, 0.2
 # A few sequences, or so many that threads have first rows of their own.
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6) | st.lists(
@@ -76,13 +77,18 @@ def plainly(layer: products.Layer, hidden: torch.Tensor, sequences: torch.Tensor
 
 
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
-@given(lengths=LENGTHS, count=st.integers(1, 3), firsts_only=st.booleans(), tiles=st.booleans())
+@given(
+    lengths=LENGTHS, size=st.sampled_from([HIDDEN, 1024]), count=st.integers(1, 3),
+    firsts_only=st.booleans(), tiles=st.booleans(),
+)  # fmt: skip
 @settings(deadline=None, max_examples=25)
-def test_a_call_is_exact(pack: Pack, lengths: list[int], count: int, firsts_only: bool, tiles: bool) -> None:
-    layers = [random_layer(pack, seed) for seed in range(2)]
+def test_a_call_is_exact(
+    pack: Pack, lengths: list[int], size: int, count: int, firsts_only: bool, tiles: bool
+) -> None:
+    layers = [random_layer(pack, seed, size) for seed in range(2)]
     rows = sum(lengths)
     random = torch.Generator().manual_seed(rows)
-    hidden = torch.randn(rows, HIDDEN, generator=random).to(layers[0].query.weights.dtype)
+    hidden = torch.randn(rows, size, generator=random).to(layers[0].query.weights.dtype)
     firsts = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
     sequences = torch.tensor([(int(first), n, n, -1) for first, n in zip(firsts, lengths, strict=True)])
     together = products.Layers(layers, HEADS, SCALING, rows)
