@@ -328,6 +328,13 @@ def bench_maxsim() -> None:
     """Compare MaxSim on the CPU with the package maxsim-cpu, if it is installed."""
 
 
+@_benchmark("products", "methods.measure_products")
+@_number("--rows", 2048, "Tokens of a step")
+@_rounds(9)
+def bench_products() -> None:
+    """Compare the linear layers of some models on this CPU with what it multiplies at most."""
+
+
 @_benchmark("slab", "methods.measure_slab")
 @_number("--documents", 10_000, "Cached documents")
 @_number("--tokens", 180, "Vectors per document")

@@ -1,4 +1,5 @@
-"""Benchmarks of single methods: MaxSim on the CPU, all-token pooling, cached documents, tokenization."""
+"""Benchmarks of single methods: products and MaxSim on the CPU, all-token pooling, cached documents, and
+tokenization."""
 
 import importlib
 import math
@@ -6,6 +7,7 @@ import os
 import random
 import statistics
 import time
+import timeit
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +28,16 @@ from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.execution import choose_device
+from maxsimd.engine.ops.cpu.library import is_available
+from maxsimd.engine.ops.cpu.linear import (
+    Norm,
+    Product,
+    Weights,
+    gated_order,
+    pack_bfloat16,
+    pack_int8,
+    product_peak,
+)
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, BatchLimits, in_batches
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.scoring.maxsim import choose_maxsim, maxsim_reference
@@ -85,6 +97,90 @@ async def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
     beside = () if peer is None else ("maxsimd bfloat16", "maxsimd float32")
     ratios = {name: turns.ratio(_PEER_FLOAT32, name) for name in beside}
     return {"tokens": sum(lengths), "contenders": figures, "ratios": ratios}
+
+
+def _encoder_products(hidden: int, wide: int) -> list[tuple[int, int, str]]:
+    """Of a layer as BERT's: inputs, columns, and what follows the product."""
+    return [
+        *[(hidden, hidden, "plain")] * 3,
+        (hidden, hidden, "norm"),
+        (hidden, wide, "gelu"),
+        (wide, hidden, "norm"),
+    ]
+
+
+_PRODUCTS = {
+    "MiniLM-L6": _encoder_products(384, 1536),
+    "BERT-base": _encoder_products(768, 3072),
+    "XLM-R large": _encoder_products(1024, 4096),
+    "ModernBERT-base": [
+        (768, 2304, "plain"),
+        (768, 768, "sum"),
+        (768, 2304, "gelu gate"),
+        (1152, 768, "sum"),
+    ],
+    "Qwen3-0.6B": [
+        (1024, 4096, "plain"),
+        (2048, 1024, "sum"),
+        (1024, 6144, "silu gate"),
+        (3072, 1024, "sum"),
+    ],
+}
+
+
+def measure_products(rows: int, rounds: int) -> Figures:
+    """The products of a layer of some models, with what follows each, in bfloat16 and int8: medians of the
+    operations a second of all and of each, as shares of `product_peak` in the same round."""
+    if not is_available():
+        return {}
+    figures: Figures = {}
+    for model, shapes in _PRODUCTS.items():
+        for kind, pack in (("bfloat16", pack_bfloat16), ("int8", pack_int8)):
+            layer = [(*shape, _product(*shape, pack, rows)) for shape in shapes]
+            number = pack(torch.zeros(1, 1)).kind
+            shares: list[list[float]] = []
+            for turn in range(rounds + 1):
+                peak = product_peak(number)
+                seconds = [_seconds(run) for *_, run in layer]
+                operations = [2 * rows * inputs * columns for inputs, columns, *_ in layer]
+                each = [done / taken / peak for done, taken in zip(operations, seconds, strict=True)]
+                if turn:
+                    shares.append([peak / 1e9, sum(operations) / sum(seconds) / peak, *each])
+            peak, together, *each = (
+                round(statistics.median(column), 3) for column in zip(*shares, strict=True)
+            )
+            names = [f"{inputs} > {columns}, {ending}" for inputs, columns, ending, _ in layer]
+            figures[f"{model}, {kind}"] = {
+                "peak_gflops": peak,
+                "share_of_peak": together,
+                "products": dict(zip(names, each, strict=True)),
+            }
+    return figures
+
+
+def _product(
+    inputs: int, columns: int, ending: str, pack: Callable[[torch.Tensor], Weights], rows: int
+) -> Callable[[], torch.Tensor]:
+    weight, is_gate = torch.randn(columns, inputs) * inputs**-0.5, ending.endswith(" gate")
+    product = Product(pack(weight[gated_order(columns // 2)] if is_gate else weight), torch.zeros(columns))
+    # Rows of 2 KiB and multiples have some more between them, as between the layers of a model.
+    x = torch.randn(rows, inputs + 160).bfloat16()[:, :inputs]
+    residual = torch.randn(rows, columns).bfloat16()
+    norm = Norm(torch.ones(columns), torch.zeros(columns), 1e-5)
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "plain": lambda: product.linear(x),
+        "gelu": lambda: product.linear(x, gelu=True),
+        "norm": lambda: product.linear_norm(x, residual, norm),
+        "sum": lambda: product.added(x, residual),
+        "gelu gate": lambda: product.gated(x, "gelu"),
+        "silu gate": lambda: product.gated(x, "silu"),
+    }
+    return runs[ending]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The least of five times."""
+    return min(timeit.repeat(run, number=1, repeat=5))
 
 
 def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> Figures:

@@ -16,7 +16,7 @@ from torch import nn
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
 from maxsimd.engine.execution.fused_layers.parts import ROWS, random_like, record_attention
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, LayersTogether
-from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput, children_of
+from maxsimd.engine.execution.linear import CompiledGated, CompiledLinear, CompiledOutput, children_of
 from maxsimd.engine.execution.runner import (
     FIRSTS,
     ClsOnlyLastLayer,
@@ -24,7 +24,7 @@ from maxsimd.engine.execution.runner import (
     PackedRunner,
     is_whole_text,
 )
-from maxsimd.engine.ops.cpu.linear import Layer, Layers
+from maxsimd.engine.ops.cpu.linear import Layer, Layers, product_peak
 from maxsimd.engine.ops.cpu.rotary_layers import RotaryLayers
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, Step, TokenSequence
@@ -122,6 +122,7 @@ def with_one_call(
         fast = _one_call(runner, backbone)
         reason = fast if isinstance(fast, str) else _reason_against(fast, sequences, timer)
         if isinstance(fast, OneCallRunner) and reason is None:
+            _log_roofline(fast, backbone, sequences, timer)
             return fast
     except Exception as error:
         log.warning("steps run layer by layer, which is slower: %s", error)
@@ -175,6 +176,32 @@ def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], tim
         fast.most_rows = FEW_ROWS
     log.debug("steps of up to %d rows run all layers in one call: %s", fast.most_rows, measured)
     return None
+
+
+def _log_roofline(
+    fast: OneCallRunner, backbone: Any, sequences: Sequence[TokenSequence], timer: Timer
+) -> None:
+    """Logs how near a step of the sequences comes to what the processor can multiply."""
+    products = [
+        each.product
+        for each in backbone.modules()
+        if isinstance(each, CompiledLinear | CompiledOutput | CompiledGated)
+    ]
+    if not products or not log.isEnabledFor(logging.DEBUG):
+        return
+    step = _step([each for each in sequences if fast.takes(_step([each]))])
+    seconds = min(timer(lambda: fast.forward(step)) for _ in range(_ROUNDS[0]))
+    operations = 2 * step.num_tokens * sum(each.weights.inputs * each.weights.columns for each in products)
+    size = sum(each.weights.packed.nbytes for each in products)
+    peak = product_peak(products[0].weights.kind)
+    log.debug(
+        "%d rows: products of %.1f GFLOP with %.0f MiB of weights, at %.0f%% of the peak of %.0f GFLOP/s",
+        step.num_tokens,
+        operations / 1e9,
+        size / 2**20,
+        100 * operations / seconds / peak,
+        peak / 1e9,
+    )
 
 
 def _tried(fast: OneCallRunner, step: Step, timer: Timer) -> tuple[float, float] | None:

@@ -107,11 +107,14 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
     ],
     "use_amx": [ctypes.c_int],
+    "product_peak": [_KIND],
 }  # fmt: skip
 
-_RESULTS = dict.fromkeys(
-    ("first_not_finite", "layers_workspace", "rotary_layers_workspace"), _NUMBER
-) | dict.fromkeys(("embed", "use_amx"), ctypes.c_int)
+_RESULTS = dict.fromkeys(("first_not_finite", "layers_workspace", "rotary_layers_workspace"), _NUMBER) | {
+    "embed": ctypes.c_int,
+    "use_amx": ctypes.c_int,
+    "product_peak": ctypes.c_double,
+}
 
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)

@@ -162,6 +162,13 @@ def use_amx(wanted: bool) -> bool:
     return bool(kernels().maxsimd_use_amx(wanted and may_use("all")))
 
 
+def product_peak(kind: int) -> float:
+    """Operations a second of products of a kind (`Weights.kind`) whose operands are in registers, on all
+    threads: a multiplication and an addition are two. Layers have to load theirs, and stay below."""
+    peak: float = kernels().maxsimd_product_peak(kind)
+    return peak
+
+
 def as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """x as [rows, columns], each row contiguous."""
     if x.dtype is not dtype:

@@ -236,6 +236,51 @@ void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm)
     run_in_team(linear, norm);
 }
 
+// Operations of products in registers alone, of which a multiplication and an addition are two; returns how many.
+template <class Number>
+double multiply_registers() {
+    constexpr int64_t times = 20000;
+#ifdef MAXSIMD_AMX
+    if constexpr (!std::is_same_v<Number, Float32>)
+        if (uses_amx()) {
+            const TileRegisters registers;
+            for (int64_t i = 0; i < times; i++) {
+                Dot<Number>::template add<0, 4, 6>();
+                Dot<Number>::template add<1, 4, 7>();
+                Dot<Number>::template add<2, 5, 6>();
+                Dot<Number>::template add<3, 5, 7>();
+            }
+            return 2.0 * times * 4 * HALF * HALF * LANES * Number::PER_UNIT;
+        }
+#endif
+    typename Number::Sum sums[12][2];
+    clear<Number, 12, 2>(sums);
+    __m512i values = _mm512_setzero_si512();
+    for (int64_t i = 0; i < times; i++) {
+        asm volatile("" : "+v"(values));
+#pragma GCC unroll 12
+        for (auto& row : sums)
+#pragma GCC unroll 2
+            for (auto& sum : row) sum = Number::add(sum, values, values);
+    }
+    for (auto& row : sums)
+        for (auto& sum : row) asm volatile("" ::"v"(sum));
+    return 2.0 * times * 24 * LANES * Number::PER_UNIT;
+}
+
+// Operations a second of all threads together, at the best of five times.
+template <class Number>
+double product_peak() {
+    double peak = 0;
+#pragma omp parallel reduction(+ : peak)
+    for (int turn = 0; turn < 5; turn++) {
+#pragma omp barrier
+        const double started = omp_get_wtime(), operations = multiply_registers<Number>();
+        peak = std::max(peak, operations / (omp_get_wtime() - started));
+    }
+    return peak;
+}
+
 // A layer whose weights are in blocks: a thread takes `CHUNK` bytes of them out of their blocks, into memory of its own,
 // and multiplies all rows with these. With fewer, rows would be read from memory too often.
 constexpr int64_t CHUNK = 4 << 20;
@@ -357,6 +402,13 @@ void maxsimd_unpack(const uint8_t* kinds, const uint8_t* const* blocks, int64_t 
     using namespace maxsimd;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < count; row++) unpack_row({kinds, blocks}, row, inputs, out + row * inputs);
+}
+
+// Operations a second of products whose operands are in registers, of a kind as `maxsimd_linear` counts them, in all
+// threads together: what no layer can exceed. Takes some milliseconds.
+double maxsimd_product_peak(int kind) {
+    return maxsimd::by_kind<maxsimd::Float32, maxsimd::BFloat16, maxsimd::Int8>(
+        kind, [](auto number) { return maxsimd::product_peak<decltype(number)>(); });
 }
 
 // Switches the use of AMX tiles, which is on by default where the processor has them; returns whether they are used
