@@ -100,7 +100,7 @@ async def time_maxsim(documents: int, dim: int, rounds: int) -> dict[str, Any]:
 
 
 def _encoder_products(hidden: int, wide: int) -> list[tuple[int, int, str]]:
-    """Of a layer as BERT's: inputs, columns, and what follows the product."""
+    """The inputs and columns of each product in a layer of BERT, and what follows it."""
     return [
         *[(hidden, hidden, "plain")] * 3,
         (hidden, hidden, "norm"),

@@ -120,7 +120,7 @@ inline __attribute__((always_inline)) void add_tiles(const Unit* upper, const Un
     }
 }
 
-// The sums, of which two rows are `stride` units apart.
+// Loads the sums, whose rows are `stride` units apart.
 template <int HALVES>
 inline __attribute__((always_inline)) void load_sums(const Unit* from, int64_t stride) {
     load_tile<0>(from, stride);
@@ -131,6 +131,7 @@ inline __attribute__((always_inline)) void load_sums(const Unit* from, int64_t s
     }
 }
 
+// Stores them likewise.
 template <int HALVES>
 inline __attribute__((always_inline)) void store_sums(Unit* to, int64_t stride) {
     store_tile<0>(to, stride);

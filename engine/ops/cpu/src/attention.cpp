@@ -326,7 +326,7 @@ bool is_in_tiles(const Attention<Value>& a) {
     return std::is_same_v<Value, uint16_t> && uses_amx() && a.head_dim % (2 * LANES) == 0 && !a.positions.keys;
 }
 
-// The units [first, last) of rows, times those of packed columns, of which 16 are `block_stride` units apart.
+// Multiplies the units [first, last) of rows with packed columns. Blocks of 16 columns are `block_stride` units apart.
 template <int HALVES>
 void multiply_in_tiles(const Unit* rows, int64_t row_stride, const Unit* blocks, int64_t block_stride, int64_t first,
                        int64_t last, int64_t from, int64_t to, float* out, int64_t out_stride) {

@@ -53,8 +53,8 @@ struct Matrix {
     }
 };
 
-// Memory that is divided among matrices, of which each starts at a cache line. Their rows are apart, since products read
-// some units of many rows at a time.
+// Memory that is divided among matrices. Each starts at a cache line, and its rows are apart, since products read some
+// units of many rows at a time.
 template <class Value>
 class Workspace {
   public:

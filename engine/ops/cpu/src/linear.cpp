@@ -236,7 +236,7 @@ void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm)
     run_in_team(linear, norm);
 }
 
-// Operations of products in registers alone, of which a multiplication and an addition are two; returns how many.
+// Multiplies and adds in registers alone. Returns the number of operations: a multiplication and an addition are two.
 template <class Number>
 double multiply_registers() {
     constexpr int64_t times = 20000;

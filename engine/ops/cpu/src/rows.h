@@ -30,7 +30,7 @@ inline float quantise(const uint16_t* row, int64_t inputs, uint8_t* out) {
     const __m512 inverse = _mm512_set1_ps(size > 0 ? 127 / size : 0);
     // Adding this to a small number leaves its nearest integer, plus 128, in the lowest bits.
     const __m512 rounder = _mm512_set1_ps(12582912.0f + 128);
-    // Of each pair of numbers, the bytes.
+    // Rounds 32 numbers; the bytes of two neighbours are the lowest of their 32 bits.
     const auto pairs = [&](int64_t i) {
         const int64_t left = inputs - i;
         const __mmask32 mask = left >= 2 * LANES ? 0xffffffff : left <= 0 ? 0 : (1u << left) - 1;
