@@ -152,7 +152,8 @@ template <class Number>
 class Tiles {
   public:
     static constexpr int TILE_ROWS = 2 * HALF;
-    static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS, FEW_ROWS = 3 * TILE_ROWS;
+    static constexpr BlockSizes SIZES{8 * TILE_ROWS, TILE_ROWS};
+    static constexpr int64_t FEW_ROWS = 3 * TILE_ROWS;
 
     Tiles(const Linear<Number>& linear, int64_t most)
         : linear_(linear),

@@ -61,12 +61,12 @@ class Workspace {
     // It begins at `start`, which may be null.
     Workspace(Value* start, int64_t rows) : start_(start), rows_(rows) {}
 
-    // A row for each of the step, and `spare` more.
-    Matrix<Value> take(int64_t columns, int64_t spare = 0) {
+    // A row for each of the step.
+    Matrix<Value> take(int64_t columns) {
         constexpr int64_t per_unit = sizeof(Unit) / sizeof(Value);
         const int64_t stride = columns % per_unit ? columns : apart(columns / per_unit) * per_unit;
         Value* from = start_ ? start_ + taken_ : nullptr;
-        taken_ += round_up((rows_ + spare) * stride, 64);
+        taken_ += round_up(rows_ * stride, 64);
         return {from, stride};
     }
 
@@ -92,16 +92,14 @@ struct Buffers {
     // Returns how many values they take, from `start` on, which may be null.
     int64_t divide(Value* start, Value* rows_of_step, int64_t rows, const Layer& layer) {
         Workspace<Value> space(start, rows);
-        const auto take = [&](int64_t columns, int64_t spare = 0) { return space.take(columns, spare); };
+        const auto take = [&](int64_t columns) { return space.take(columns); };
         hidden = space.take_apart(rows_of_step, layer.attended.columns);
         query = take(layer.query.columns);
         key = take(layer.key.columns);
         value = take(layer.value.columns);
         attended = take(layer.attended.inputs);
-        // Blocks are computed at the same time by as many threads as there are, and each may have a row more than the
-        // smallest. Where threads compute blocks, there are at least OWN_ROWS rows for each.
-        summed = take(layer.attended.columns, rows / OWN_ROWS);
-        wide = take(layer.widened.columns, rows / OWN_ROWS);
+        summed = take(layer.attended.columns);
+        wide = take(layer.widened.columns);
         residual = take(layer.attended.columns);
         return space.taken();
     }
@@ -144,16 +142,18 @@ class Worker {
     template <class Work>
     static void in_blocks(int64_t rows, const Work& work) {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        if (rows < OWN_ROWS * threads || rows <= most_together<Number>()) {
+        const BlockSizes sizes = block_sizes<Number>();
+        if (rows < OWN_ROWS * threads || rows <= sizes.most_together()) {
             work(Block{0, rows, 0, false});
             return;
         }
-        const int64_t most = most_rows<Number>(), blocks = round_up((rows + most - 1) / most, threads);
-        const int64_t scratch = thread * ((rows + blocks - 1) / blocks);
+        const int64_t blocks = round_up((rows + sizes.most - 1) / sizes.most, threads);
+        const int64_t each = round_up((rows + blocks - 1) / blocks, sizes.whole);
 #pragma omp for schedule(dynamic) nowait
         for (int64_t block = 0; block < blocks; block++) {
-            const int64_t first = rows * block / blocks, stop = rows * (block + 1) / blocks;
-            work(Block{first, stop - first, scratch, true});
+            const int64_t first = sizes.start(rows, block, blocks), stop = sizes.start(rows, block + 1, blocks);
+            // With twice as many blocks as threads, or more, each thread's scratch rows are its own.
+            work(Block{first, stop - first, blocks == threads ? first : thread * each, true});
         }
     }
 
@@ -364,14 +364,13 @@ struct RotaryBuffers {
     // Returns how many values they take, from `start` on, which may be null.
     int64_t divide(Value* start, Value* rows_of_step, int64_t rows, const RotaryLayer& layer) {
         Workspace<Value> space(start, rows);
-        const auto take = [&](int64_t columns, int64_t spare) { return space.take(columns, spare); };
+        const auto take = [&](int64_t columns) { return space.take(columns); };
         hidden = space.take_apart(rows_of_step, layer.out.columns);
-        const int64_t spare = rows / OWN_ROWS;  // as for layers built as BERT's
-        qkv = take(layer.qkv.columns, 0);
-        attended = take(layer.out.inputs, 0);
-        summed = take(layer.out.columns, spare);
-        normed = take(layer.out.columns, spare);
-        wide = take(layer.down.inputs, spare);
+        qkv = take(layer.qkv.columns);
+        attended = take(layer.out.inputs);
+        summed = take(layer.out.columns);
+        normed = take(layer.out.columns);
+        wide = take(layer.down.inputs);
         return space.taken();
     }
 };

@@ -23,7 +23,7 @@ template <class Number>
 class Vectors {
   public:
     static constexpr int TILE_ROWS = 12;
-    static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
+    static constexpr BlockSizes SIZES{8 * TILE_ROWS, 1};
     static constexpr int64_t AT_ONCE = 192 << 10;  // bytes of weights
     static constexpr int64_t BETWEEN = 64;  // units that are multiplied between two prefetches
 
@@ -151,7 +151,7 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
     if (linear.rows == 0) return;
     const int64_t threads = omp_get_num_threads(), panels = (linear.columns + PANEL - 1) / PANEL;
     // With few rows reading the weights takes long: each thread reads a part of them, and computes its columns.
-    if (linear.rows <= most_together<Number>() && (panels % threads == 0 || panels >= 8 * threads)) {
+    if (linear.rows <= Way::SIZES.most_together() && (panels % threads == 0 || panels >= 8 * threads)) {
         const int64_t thread = omp_get_thread_num();
         const auto part = [&](int64_t whole, int64_t number) { return whole * number / threads; };
         const Stretch& next = linear.upcoming;
@@ -164,14 +164,15 @@ void run_in_team_by(const Linear<Number>& linear, const Norm<typename Number::Va
     }
     // Blocks of rows of equal size, the same number for each thread.
     const int64_t tiles = (linear.rows + Way::TILE_ROWS - 1) / Way::TILE_ROWS;
-    const int64_t most_blocks = (linear.rows + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
+    const int64_t most_blocks = (linear.rows + Way::SIZES.most - 1) / Way::SIZES.most;
     const int64_t blocks = std::min(tiles, round_up(most_blocks, 2 * threads));
     const int64_t splits = std::min(panels, (2 * threads + blocks - 1) / blocks);
-    Way way(linear, (linear.rows + blocks - 1) / blocks);
+    Way way(linear, round_up((linear.rows + blocks - 1) / blocks, Way::SIZES.whole));
 #pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < blocks * splits; task++) {
         const int64_t block = task / splits, split = task % splits;
-        const int64_t first = linear.rows * block / blocks, stop = linear.rows * (block + 1) / blocks;
+        const int64_t first = Way::SIZES.start(linear.rows, block, blocks);
+        const int64_t stop = Way::SIZES.start(linear.rows, block + 1, blocks);
         const int64_t begin = panels * split / splits, end = panels * (split + 1) / splits;
         const bool fetches = stop - first > 3 * Way::TILE_ROWS;  // with fewer there is no time for it
         run_task(way, linear, {first, stop - first, begin, end}, fetches, linear.stretch(begin, end));
@@ -193,31 +194,29 @@ void run_rows_by(const Linear<Number>& linear, const Norm<typename Number::Value
     }
 }
 
-template <class Number>
-void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+// Calls `work` with a null pointer to the `Way` in which this processor multiplies such numbers.
+template <class Number, class Work>
+auto by_way(const Work& work) {
 #ifdef MAXSIMD_AMX
     if constexpr (!std::is_same_v<Number, Float32>)
-        if (uses_amx()) return run_in_team_by<Tiles<Number>>(linear, norm);
+        if (uses_amx()) return work((Tiles<Number>*)nullptr);
 #endif
-    run_in_team_by<Vectors<Number>>(linear, norm);
+    return work((Vectors<Number>*)nullptr);
+}
+
+template <class Number>
+void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
+    by_way<Number>([&](auto* way) { run_in_team_by<std::remove_pointer_t<decltype(way)>>(linear, norm); });
 }
 
 template <class Number>
 void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
-#ifdef MAXSIMD_AMX
-    if constexpr (!std::is_same_v<Number, Float32>)
-        if (uses_amx()) return run_rows_by<Tiles<Number>>(linear, norm);
-#endif
-    run_rows_by<Vectors<Number>>(linear, norm);
+    by_way<Number>([&](auto* way) { run_rows_by<std::remove_pointer_t<decltype(way)>>(linear, norm); });
 }
 
 template <class Number>
-int64_t most_rows() {
-#ifdef MAXSIMD_AMX
-    if constexpr (!std::is_same_v<Number, Float32>)
-        if (uses_amx()) return Tiles<Number>::MOST_ROWS;
-#endif
-    return Vectors<Number>::MOST_ROWS;
+BlockSizes block_sizes() {
+    return by_way<Number>([](auto* way) { return way->SIZES; });
 }
 
 template void run_in_team(const Linear<Float32>&, const Norm<float>&);
@@ -226,9 +225,9 @@ template void run_in_team(const Linear<Int8>&, const Norm<uint16_t>&);
 template void run_rows(const Linear<Float32>&, const Norm<float>&);
 template void run_rows(const Linear<BFloat16>&, const Norm<uint16_t>&);
 template void run_rows(const Linear<Int8>&, const Norm<uint16_t>&);
-template int64_t most_rows<Float32>();
-template int64_t most_rows<BFloat16>();
-template int64_t most_rows<Int8>();
+template BlockSizes block_sizes<Float32>();
+template BlockSizes block_sizes<BFloat16>();
+template BlockSizes block_sizes<Int8>();
 
 template <class Number>
 void run(const Linear<Number>& linear, const Norm<typename Number::Value>& norm) {
@@ -290,7 +289,7 @@ void run_from_blocks_by(const Linear<BFloat16>& linear, const Norm<uint16_t>& no
     const int64_t units = linear.packed_units, panels = (linear.columns + PANEL - 1) / PANEL;
     const int64_t most = std::max<int64_t>(1, CHUNK / (PANEL * units * (int64_t)sizeof(Unit)));
     const int64_t tasks = round_up((panels + most - 1) / most, omp_get_max_threads());
-    const int64_t row_blocks = (linear.rows + Way::MOST_ROWS - 1) / Way::MOST_ROWS;
+    const int64_t row_blocks = (linear.rows + Way::SIZES.most - 1) / Way::SIZES.most;
 #pragma omp parallel
     {
         static thread_local std::vector<Unit> storage;  // kept, because new memory costs as much as small products
@@ -298,7 +297,7 @@ void run_from_blocks_by(const Linear<BFloat16>& linear, const Norm<uint16_t>& no
         Unit* const weights = (Unit*)round_up((int64_t)storage.data(), 64);
         Linear<BFloat16> part = linear;
         part.weights = weights;
-        Way way(part, Way::MOST_ROWS);
+        Way way(part, Way::SIZES.most);
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks, first = begin * PANEL;
@@ -309,7 +308,8 @@ void run_from_blocks_by(const Linear<BFloat16>& linear, const Norm<uint16_t>& no
             for (int64_t column = 0; column < (end - begin) * PANEL; column += LANES)
                 unpack_block(blocks, first + column, linear.columns, linear.inputs, weights + column * units);
             for (int64_t block = 0; block < row_blocks; block++) {
-                const int64_t row = linear.rows * block / row_blocks, stop = linear.rows * (block + 1) / row_blocks;
+                const int64_t row = Way::SIZES.start(linear.rows, block, row_blocks);
+                const int64_t stop = Way::SIZES.start(linear.rows, block + 1, row_blocks);
                 run_task(way, part, {row, stop - row, 0, end - begin}, false, {});
             }
         }

@@ -24,6 +24,20 @@ struct Stretch {
     }
 };
 
+// The rows that a thread takes at a time: at most `most`, so that they stay in the second-level cache from product to
+// product, and whole tiles of `whole` rows, because fewer take as long.
+struct BlockSizes {
+    int64_t most, whole;
+
+    // With at most so many rows threads divide the columns of each product, so that each reads a part of the weights.
+    constexpr int64_t most_together() const { return most * 3 / 2; }
+
+    // The first row of one of `blocks` blocks of nearly the same size, in whole tiles.
+    constexpr int64_t start(int64_t rows, int64_t block, int64_t blocks) const {
+        return std::min(rows, (rows + whole - 1) / whole * block / blocks * whole);
+    }
+};
+
 // How many whole panels a number of bytes has room for, at least one.
 inline int64_t whole_panels(int64_t bytes, int64_t units) {
     return std::max<int64_t>(1, bytes / std::max<int64_t>(1, PANEL * units * (int64_t)sizeof(Unit)));

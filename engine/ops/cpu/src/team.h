@@ -16,15 +16,9 @@ void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value
 template <class Number>
 void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm);
 
-// With how many rows a thread computes products one after the other, so that they stay in its second-level cache.
+// Of the products of such numbers on this processor.
 template <class Number>
-int64_t most_rows();
-
-// With at most so many rows threads divide the columns of each product, so that each reads a part of the weights.
-template <class Number>
-int64_t most_together() {
-    return most_rows<Number>() * 3 / 2;
-}
+BlockSizes block_sizes();
 
 // Queries, keys and values of whole sequences, rows `stride` apart, with the heads of a row side by side; and what comes
 // of them, likewise, rows `out_stride` apart. A causal query sees the keys up to its own, and a `window` that is not 0

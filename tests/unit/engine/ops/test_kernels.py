@@ -80,13 +80,18 @@ def test_gelu_equals_the_exact_form_on_every_scale() -> None:
     for pack, atol, rtol in ((products.pack_float32, 2e-7, 2e-7), (products.pack_bfloat16, 1.1e-5, 2**-8)):
         dtype = pack(torch.zeros(1, 1)).dtype
         x = SCALES.to(dtype)
-        out = through_gelu(x, pack)
-        torch.testing.assert_close(out.double(), exact_gelu(x), atol=atol, rtol=rtol)
-        if dtype is torch.float32:
-            # torch's own is exact to a little more than a millionth.
-            torch.testing.assert_close(out, torch.nn.functional.gelu(x), atol=1.5e-6, rtol=1e-6)
+        torch.testing.assert_close(through_gelu(x, pack).double(), exact_gelu(x), atol=atol, rtol=rtol)
         assert through_gelu(torch.tensor([float("nan")], dtype=dtype), pack).isnan().all()
     assert through_gelu(torch.tensor(WRONG).bfloat16(), products.pack_int8).isnan().all()
+
+
+@needs_kernels
+def test_silu_is_within_half_a_unit_of_bfloat16() -> None:
+    x = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
+    x, gates = x[x.abs() < 1e38, None], torch.tensor([1.0] * 16 + [0.0] * 16)
+    out = products.Product(products.pack_bfloat16(gates[:, None]), 1 - gates).gated(x, "silu")[:, :1]
+    expected = torch.nn.functional.silu(x.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-37, rtol=1.03 * 2**-8)
 
 
 # rows, inputs, columns: of one tile, of several, with edges, with few rows and with many columns
