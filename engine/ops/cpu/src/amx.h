@@ -193,18 +193,25 @@ class Tiles {
                 upcoming.lines = std::min(end < units ? units - end : next.lines, chunk(upcoming.units));
             }
             const int64_t tiles = (count_ + TILE_ROWS - 1) / TILE_ROWS;
-            for (int64_t tile = 0; tile < tiles; tile++)
-                for (int64_t panel = 0; panel < panels; panel++) {
-                    const Ahead ahead(upcoming, tile * panels + panel, tiles * panels);
-                    const int64_t row = tile * TILE_ROWS, column = first + panel * PANEL;
-                    const int64_t present = std::min<int64_t>(TILE_ROWS, count_ - row);
-                    Unit* partial = is_chunked() ? partial_ + (tile * panels + panel) * TILE_ROWS * PANEL : nullptr;
-                    if (present > HALF)
-                        multiply_tiles<2>(row, column, begin, end, partial, ahead);
-                    else
-                        multiply_tiles<1>(row, column, begin, end, partial, ahead);
-                    if (end == units) pending_ = {row, column, present, 0};
+            // Two tiles or three are multiplied with one panel after the other, and each panel is fetched at once, if it
+            // is so large that the model's weights come from memory. From the third-level cache this is slower.
+            const bool by_panel = tiles > 1 && count_ <= FEW_ROWS && units >= 512;
+            for (int64_t i = 0; i < tiles * panels; i++) {
+                const int64_t tile = by_panel ? i % tiles : i / panels, panel = by_panel ? i / tiles : i % panels;
+                const int64_t row = tile * TILE_ROWS, column = first + panel * PANEL;
+                if (by_panel && tile == 0) {
+                    Ahead whole(linear_.stretch(column / PANEL, column / PANEL + 1), 0, 1);
+                    whole.fetch(whole.lines());
                 }
+                const Ahead ahead(upcoming, i, tiles * panels);
+                const int64_t present = std::min<int64_t>(TILE_ROWS, count_ - row);
+                Unit* partial = is_chunked() ? partial_ + (tile * panels + panel) * TILE_ROWS * PANEL : nullptr;
+                if (present > HALF)
+                    multiply_tiles<2>(row, column, begin, end, partial, ahead);
+                else
+                    multiply_tiles<1>(row, column, begin, end, partial, ahead);
+                if (end == units) pending_ = {row, column, present, 0};
+            }
         }
     }
 
