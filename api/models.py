@@ -174,16 +174,20 @@ class SeveralModels(Engines):
         """The models that take requests."""
         return tuple(name for name in self.names if self.engine(name) is not None)
 
-    def find(self, name: str) -> str:
-        """The model of this name, or the only one of this checkpoint, dropped ones last. Raises ApiError."""
+    def called(self, name: str) -> list[str]:
+        """The model of this name, or those of this checkpoint; dropped ones only if all are."""
         if name in self.names:
-            return name
+            return [name]
         called = [
             each
             for each, setup in self.setups.items()
             if name in (setup.engine.model, getattr(self.facts_of(each), "name", None))
         ]
-        called = [each for each in called if self.state(each) != DROPPED] or called
+        return [each for each in called if self.state(each) != DROPPED] or called
+
+    def find(self, name: str) -> str:
+        """The model of this name, or the only one of this checkpoint. Raises ApiError."""
+        called = self.called(name)
         if not called:
             raise no_such_model(name, self.served_names)
         if len(called) > 1:
@@ -338,6 +342,10 @@ class Wanted(Enum):
     ANYTHING = auto()
     # The models that the request names.
     CASCADE = auto()
+
+    @property
+    def is_of_vectors(self) -> bool:
+        return self in (Wanted.VECTORS, Wanted.TOKEN_VECTORS, Wanted.SPARSE_VECTORS)
 
 
 _Fits: TypeAlias = Callable[[ModelFacts], bool]

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from maxsimd import __version__
-from maxsimd.api.answer import Answer, ApiError, no_such_model
+from maxsimd.api.answer import Answer, ApiError, no_such_model, quoted
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import dropped_events
@@ -27,6 +27,7 @@ from maxsimd.api.media import MediaSources
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.reading import LoggedFields, UnreadField, field_warnings_of
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.requests import InputType
 from maxsimd.engine.versions import version
 
 if TYPE_CHECKING:
@@ -232,6 +233,28 @@ _NO_NAME = "default/not-specified"
 Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAs:
+    """How texts to embed are read, for clients that can say it only in the model's name: `MODEL:query`,
+    `MODEL:document` or `MODEL@PROMPT_NAME`. `name` is such a name, or empty."""
+
+    name: str = ""
+    input_type: InputType | None = None
+    prompt_name: str | None = None
+
+
+_INPUT_TYPES: Mapping[str, InputType] = {"query": "query", "document": "document"}
+
+
+def _split_name(name: str) -> tuple[str, ReadAs]:
+    """The model in a name, and how it is to read texts."""
+    model, _, end = name.rpartition(":")
+    if end in _INPUT_TYPES:
+        return model, ReadAs(name, input_type=_INPUT_TYPES[end])
+    model, _, end = name.rpartition("@")
+    return model, ReadAs(name, prompt_name=end)
+
+
 @dataclass(slots=True)
 class BodyBudget:
     """The bytes that all requests together hold: at most `most` while there are several requests."""
@@ -315,6 +338,7 @@ class ServerState:
         self.held = HeldBytes(self.bodies)
         self.called = ""  # the model that answers this request, among several
         self.name_in_path = ""
+        self.read_as = ReadAs()
         self._notes = RequestNotes()
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
@@ -415,11 +439,15 @@ class ServerState:
     def serving(self, name: str | None, wanted: Wanted) -> Self:
         """Returns the state with the model that answers: the one that is named, or the first that suits
         `wanted`. Raises ApiError for an unknown model, and for one that is not served now."""
-        name = self.name_in_path or name
+        name, read_as = self.name_in_path or name, ReadAs()
+        if name and not self._is_served_as(name):
+            model, said = _split_name(name)
+            if self._is_served_as(model):
+                name, read_as = model, said
         if self.models is None:
             self.check_model(name)
             self._notes.model = self.model_name
-            return self
+            return self._with(read_as=read_as)
         if wanted is Wanted.CASCADE:
             self.check_model(name)
             return self
@@ -428,7 +456,13 @@ class ServerState:
         engine = self.models.engine(called)
         if engine is None:
             raise self.models.not_served_error(called)
-        return self._with(models=None, engine=engine, called=called)
+        return self._with(models=None, engine=engine, called=called, read_as=read_as)
+
+    def check_name_is_plain(self) -> None:
+        """Refuses a model's name that says how texts are read, on routes that read them otherwise."""
+        if self.read_as.name:
+            message = f"{quoted(self.read_as.name)} is for texts to embed; give the model's name alone"
+            raise InvalidRequestError(message, "model")
 
     def warning_about(self, unread: Collection[UnreadField], route: str) -> Self:
         """Returns a state whose answers warn about unread fields, or raises InvalidRequestError."""
@@ -454,6 +488,10 @@ class ServerState:
         if self.models is not None:
             if name and name != _NO_NAME:
                 self.models.find(name)
-            return
-        if name and name not in (*self.model_names, self.engine.facts.name, _NO_NAME):
+        elif name and not self._is_served_as(name):
             raise no_such_model(name, self.model_names)
+
+    def _is_served_as(self, name: str) -> bool:
+        if self.models is not None:
+            return name == _NO_NAME or bool(self.models.called(name))
+        return name in (*self.model_names, self.engine.facts.name, _NO_NAME)

@@ -58,7 +58,12 @@ Documents = Annotated[
     ),
 ]
 ModelField = Annotated[
-    Name | None, about("Name of a served model. Default: the server's.", "all-MiniLM-L6-v2")
+    Name | None,
+    about(
+        "Name of a served model. Default: the server's. `MODEL:query`, `MODEL:document` and "
+        "`MODEL@PROMPT_NAME` also say how texts to embed are read.",
+        "all-MiniLM-L6-v2",
+    ),
 ]
 TopN = Annotated[NotNegative | None, about("Number of results. Default: all.", 3)]
 RankFields = Annotated[

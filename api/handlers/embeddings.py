@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 
 from maxsimd.api import reading, wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, quoted, usage_of, wire_answer
 from maxsimd.api.handlers.route import Fields, Form, Group, Shown, field_of, post
 from maxsimd.api.models import Wanted
 from maxsimd.api.state import ServerState
@@ -55,8 +55,10 @@ _OF_CHAT = {
 }
 # By clients' names; some of Cohere's and Jina's are neither a query nor a document.
 _INPUT_TYPES: Mapping[str | None, EngineInputType | None] = {
-    **dict.fromkeys(("query", "search_query", "retrieval.query"), "query"),
-    **dict.fromkeys(("document", "passage", "search_document", "retrieval.passage"), "document"),
+    **dict.fromkeys(("query", "search_query", "retrieval.query", "code.query", "search"), "query"),
+    **dict.fromkeys(
+        ("document", "passage", "search_document", "retrieval.passage", "code.passage", "ingest"), "document"
+    ),
     **dict.fromkeys(("classification", "clustering", "separation", "text-matching"), None),
 }
 
@@ -343,11 +345,27 @@ def read_inputs_or_chat(request: EmbeddingsRequest, most: int) -> reading.Inputs
     return contents
 
 
-def input_type_of(value: str | None, param: str = "input_type") -> EngineInputType | None:
-    """`query` or `document` for clients' names of them."""
-    if value is None or value in _INPUT_TYPES:
-        return _INPUT_TYPES.get(value)
-    raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
+def input_type_of(state: ServerState, value: str | None, param: str = "input_type") -> EngineInputType | None:
+    """`query` or `document` for clients' names of them, or as the model's name says."""
+    if value is not None and value not in _INPUT_TYPES:
+        raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
+    meant, named = _INPUT_TYPES.get(value), state.read_as.input_type
+    if named is not None and value is not None and meant != named:
+        raise _contradiction(state, param, value)
+    return named or meant
+
+
+def prompt_name_of(state: ServerState, value: str | None) -> str | None:
+    """The name of the prompt in the request, or in the model's name."""
+    named = state.read_as.prompt_name
+    if named is not None and value is not None and value != named:
+        raise _contradiction(state, "prompt_name", value)
+    return value if named is None else named
+
+
+def _contradiction(state: ServerState, param: str, value: str) -> InvalidRequestError:
+    name = quoted(state.read_as.name)
+    return InvalidRequestError(f"{param} {value!r} contradicts the model's name {name}; leave one out", param)
 
 
 def _number_format_of(request: EmbeddingsRequest) -> Numbers:
@@ -468,6 +486,7 @@ async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inpu
         if getattr(body, name) not in (None, False):
             raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
     if task == "classify":
+        state.check_name_is_plain()
         check_labels(state, len(inputs))
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
     if task == "sparse_embed":
@@ -479,10 +498,11 @@ async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inpu
     if use_activation is False:
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
     dimensions = body.dimensions or body.output_dimension
-    input_type = input_type_of(body.input_type)
+    input_type = input_type_of(state, body.input_type)
     if body.input_type is None and not isinstance(body, PoolingRequest):
-        input_type = input_type_of(body.task, "task")
-    options |= {"input_type": input_type, "prompt_name": body.prompt_name, "dimensions": dimensions}
+        input_type = input_type_of(state, body.task, "task")
+    prompt_name = prompt_name_of(state, body.prompt_name)
+    options |= {"input_type": input_type, "prompt_name": prompt_name, "dimensions": dimensions}
     named = "dimensions" if body.dimensions else "output_dimension"
     with reading.with_request_field_names(dimensions=named):
         if task == "embed":

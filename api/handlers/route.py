@@ -116,7 +116,10 @@ def _with_body(path: str, form: Form[T, R]) -> Work:
             request, found, unread = await parse_body(state, whole, held, form.kind, form.read)
             del whole
             state = state.warning_about([*unread, *state.unread_name(model_of(request))], path)
-            serving = state.serving(model_of(request), form.model_wanted(state, request))
+            wanted = form.model_wanted(state, request)
+            serving = state.serving(model_of(request), wanted)
+            if not wanted.is_of_vectors:
+                serving.check_name_is_plain()
             until_answered.enter_context(naming_lost_model(state.models, serving.called))
             answer = await _handled(form, serving, request, found)
             return answer if answer.lines is None else replace(answer, within=until_answered.pop_all())

@@ -128,7 +128,12 @@ async def _run(
     )
     with reading.with_request_field_names(input="inputs"):
         result = await method(
-            inputs, prompt_name=options.prompt_name, truncation=truncation, tenant=state.tenant, **more
+            inputs,
+            input_type=embeddings.input_type_of(state, getattr(options, "input_type", None)),
+            prompt_name=embeddings.prompt_name_of(state, options.prompt_name),
+            truncation=truncation,
+            tenant=state.tenant,
+            **more,
         )
     return headers, result
 
@@ -164,8 +169,7 @@ async def embed_sparse(state: ServerState, body: TeiEmbedAllRequest, inputs: rea
     """Weights of words, by the ids of their tokens."""
     if "sparse_embed" not in state.engine.facts.dims:
         raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
-    input_type = embeddings.input_type_of(getattr(body, "input_type", None))
-    headers, result = await _run(state, body, inputs, state.engine.embed_sparse, input_type=input_type)
+    headers, result = await _run(state, body, inputs, state.engine.embed_sparse)
     num_words = sum(len(vector.indices) for vector in result.embeddings)
     most = state.bodies.most // _BYTES_A_WORD
     if num_words > most:

@@ -174,7 +174,8 @@ async def _cohere(
     with reading.with_request_field_names(input=_cohere_field(body), dimensions="output_dimension"):
         result = await state.engine.embed(
             texts,
-            input_type="document" if of_pictures else embeddings.input_type_of(body.input_type),
+            input_type=embeddings.input_type_of(state, "document" if of_pictures else body.input_type),
+            prompt_name=embeddings.prompt_name_of(state, None),
             dimensions=body.output_dimension,
             truncation=reading.truncation_by_switch(
                 None if body.truncate is None else body.truncate != "NONE",
@@ -238,6 +239,8 @@ async def ollama_embed(state: ServerState, body: OllamaEmbedRequest, inputs: rea
     embeddings.check_embeddings(state, len(inputs), dimensions)
     result = await state.engine.embed(
         inputs,
+        input_type=embeddings.input_type_of(state, None),
+        prompt_name=embeddings.prompt_name_of(state, None),
         dimensions=dimensions,
         truncation=reading.truncation_by_switch(body.truncate, None, state.config.long_documents, body),
         tenant=state.tenant,
@@ -263,7 +266,8 @@ async def multimodal_embeddings(
     with reading.with_request_field_names(input="inputs", dimensions="output_dimension"):
         result = await state.engine.embed(
             inputs,
-            input_type=embeddings.input_type_of(body.input_type),
+            input_type=embeddings.input_type_of(state, body.input_type),
+            prompt_name=embeddings.prompt_name_of(state, None),
             dimensions=body.output_dimension,
             truncation=reading.truncation_by_switch(body.truncation, None, state.config.long_documents, body),
             tenant=state.tenant,

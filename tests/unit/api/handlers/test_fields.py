@@ -17,9 +17,8 @@ RANK = PAIRS | {"top_n": None, "score_threshold": None}
 RAW_RANK = RANK | {"use_activation": False}
 EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
-COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
-TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
-OLLAMA_EMBED = {"dimensions": None, "truncation": CUT_LONG, "tenant": ""}
+TEI_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
+COHERE_EMBED = OLLAMA_EMBED = TEI_EMBED | {"dimensions": None}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
@@ -68,6 +67,7 @@ EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
 COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
+OF_VECTORS = (*EMBEDS, *COHERE_EMBEDS, "multimodal", "ollama", *TEI_VECTORS, *SIMILARITIES)
 TEI = (*TEXTS_RERANKS, "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
 PAIRED = ("score", "deepinfra", *RERANKS)
@@ -145,6 +145,9 @@ CHANGES: list[Change] = [
     ((*EMBEDS, *TEI_VECTORS), {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
     ((*EMBEDS, *COHERE_EMBEDS, "multimodal"), {"input_type": "search_query"}, {"input_type": "query"}),
     ((*EMBEDS, "multimodal"), {"input_type": "passage"}, {"input_type": "document"}),
+    (EMBEDS, {"model": "all-MiniLM-L6-v2:query", "input_type": "search"}, {"input_type": "query"}),
+    (OF_VECTORS, {"model": "all-MiniLM-L6-v2:document"}, {"input_type": "document"}),
+    (OF_VECTORS, {"model": "all-MiniLM-L6-v2@clustering"}, {"prompt_name": "clustering"}),
     (CLASSIFIES, {"use_activation": True}, {}),
     (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
     (COHERE_EMBEDS, {"truncate": "END"}, _cut(side="right")),
@@ -336,6 +339,29 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
         assert (await caller.post(path.format("%2F"), body | {"model": "mine"})).status == 404
         missing = "The model `org/nope` does not exist; served here: `mine`."
         await caller.refused(path.format("org%2Fnope"), body, 404, says=missing)
+
+
+async def test_names_that_say_how_texts_are_read(engine: RecordingEngine) -> None:
+    caller = Caller(engine, served_model_name=("mine", "mine:query", "a@b"))
+    rank, embed = ("/rerank", RERANK_BODY), ("/v1/embeddings", {"input": "d"})
+    # A whole name that is served comes first.
+    for (path, body), name in ((embed, "mine:document"), (embed, "a@b:document"), (rank, "mine:query")):
+        assert (await caller.post(path, body | {"model": name})).status == 200
+    for (path, body), name, says in (
+        (rank, "mine:document", "`mine:document` is for texts to embed"),
+        (("/pooling", {"input": "d", "task": "classify"}), "mine@b", "give the model's name alone"),
+        (("/tokenize", {"prompt": "d"}), "mine@b", "give the model's name alone"),
+        (embed, "mine@b", "no prompt named 'b'"),
+        (
+            (embed[0], {"input": "d", "task": "retrieval.query"}),
+            "mine:document",
+            "task 'retrieval.query' cont",
+        ),
+        ((embed[0], {"input": "d", "prompt_name": "c"}), "mine@b", "contradicts the model's name `mine@b`"),
+    ):
+        await caller.refused(path, body | {"model": name}, 400, says=says)
+    for name in ("nope:query", "nope@b", ":query", "mine:passage"):
+        await caller.refused(embed[0], embed[1] | {"model": name}, 404, says=f"`{name}` does not exist")
 
 
 async def test_token_ids_need_a_server_that_accepts_them(engine: RecordingEngine) -> None:

@@ -165,6 +165,8 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
         await asking.refused(path, {**body, "model": 3}, 400)
         of_embed = await asking("POST", path, {**body, "model": "embed"})
         assert of_embed.status == (400 if path in ("/embed_sparse", "/predict", "/") else 200)
+        of_queries = await asking("POST", path, {**body, "model": "embed:query"})
+        assert of_queries.status == (200 if path in ("/embed", "/embed_all", "/similarity") else 400)
         of_rerank = await asking("POST", path, {**body, "model": "rerank"})
         assert of_rerank.status == (200 if path in ("/predict", "/decode", "/rerank", "/") else 400)
     # The root does what the named model is for.
