@@ -8,7 +8,8 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`name` is that of the file with its checks, `environment` that of what is installed for it."""
+    """`name` is that of its examples and of the file with its checks, if there is one; `environment` that of
+    what is installed for it."""
 
     name: str
     environment: str
@@ -30,7 +31,8 @@ _NAMES = {
     "llama_index": ("with_llama_index",),
     "haystack": ("with_haystack",),
     "node": ("with_npm_openai", "with_npm_cohere", "with_npm_ai"),
-    "frameworks": ("in_langchain", "in_llama_index", "in_haystack"),
+    "databases": ("with_qdrant", "with_chroma", "with_pgvector", "with_milvus", "with_search_engines"),
+    "frameworks": ("in_langchain", "in_llama_index", "in_haystack", "in_lancedb"),
     "schemathesis": ("with_schemathesis",),
 }  # fmt: skip
 CLIENTS = tuple(Client(name, environment) for environment, names in _NAMES.items() for name in names)

@@ -1,4 +1,4 @@
-"""The examples of docs/clients.md and docs/rag.md, which their clients' interpreters run."""
+"""The examples of docs/clients.md, rag.md and databases.md, which their clients' interpreters run."""
 
 import re
 import subprocess
@@ -10,9 +10,12 @@ from tests.clients import environments
 
 PAGE = environments.ROOT / "docs" / "clients.md"
 RAG = environments.ROOT / "docs" / "rag.md"
+DATABASES = environments.ROOT / "docs" / "databases.md"
 # The server of a page: what its examples call it, and which of ours stands for it.
 URL = "http://127.0.0.1:8000"
-SERVERS = {PAGE: "LATE_INTERACTION_URL", RAG: "TWO_MODELS_URL"}
+SERVERS = {PAGE: "LATE_INTERACTION_URL", RAG: "TWO_MODELS_URL", DATABASES: "TWO_MODELS_URL"}
+# Examples with this passage ask what it answers, so they print it first.
+_ANSWER = "Gustave Eiffel's company designed and built the tower."
 # The client that is in no catalogue, as it needs no environment.
 CURL = "curl"
 
@@ -66,4 +69,6 @@ def printed(example: Example, interpreter: str, url: str, variables: Mapping[str
     said = run([interpreter, str(script)], variables, folder, 120)
     if not said.strip():
         raise Failed("it printed nothing")
+    if _ANSWER in example.code and _ANSWER not in said.splitlines()[0]:
+        raise Failed(f"it does not begin with the answer:\n{said}")
     return said
