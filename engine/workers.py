@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from maxsimd.engine.at_exit import close_at_exit, note_closed
+
 Item = TypeVar("Item")
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -138,6 +140,7 @@ class WorkerPool:
         self._num_taken = 0
         self._num_huge = 0
         self._is_closed = False
+        close_at_exit(self)
 
     def submit(self, function: Callable[[], T], size: int) -> Work[T]:
         """Queues a function before larger work. `size` is the approximate number of characters that it reads
@@ -209,6 +212,7 @@ class WorkerPool:
 
     def close(self, seconds: float | None = None) -> None:
         """Cancels waiting work, withdraws running work, and waits for each thread, for at most `seconds`."""
+        note_closed(self)
         with self._changed:
             self._is_closed = True
             stopped = [*self._at_work, *(work for queue in self._waiting.values() for work in queue)]

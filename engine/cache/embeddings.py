@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
+from maxsimd.engine.at_exit import close_at_exit, note_closed
 from maxsimd.pooling.ragged import Ragged, to_host
 
 log = logging.getLogger(__name__)
@@ -186,6 +187,7 @@ class CacheWriter:
         self.skipped = 0
         self._thread = threading.Thread(target=self._run, name="maxsimd-cache-writer", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     def stage(self, embeddings: PendingEmbeddings) -> None:
         """Makes embeddings findable and has them written soon. If it raises, nothing is staged."""
@@ -228,6 +230,7 @@ class CacheWriter:
 
     def close(self, seconds: float | None = None) -> None:
         """Writes what is staged and ends the thread; waits for that at most `seconds`."""
+        note_closed(self)
         self._queue.put(None)
         self._thread.join(seconds)
 

@@ -332,7 +332,8 @@ class EmbeddingCache(_Cache[CachedEmbedding]):
         return self._memory.peek(key) or self._beside_memory(key)
 
     def _beside_memory(self, key: bytes) -> CachedEmbedding | None:
-        entry = self._writer.get(key)
+        # One that is written meanwhile is in memory before it is no longer staged.
+        entry = self._writer.get(key) or self._memory.peek(key)
         if entry is None and self._disk is not None:
             generation = self._generation
             entry = self._disk.get(key)

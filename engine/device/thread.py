@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from maxsimd.engine.actors.turns import Turn
+from maxsimd.engine.at_exit import close_at_exit, note_closed
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class DeviceThread:
         self.is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"{_PREFIX}{name}", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     @property
     def is_alive(self) -> bool:
@@ -65,6 +67,7 @@ class DeviceThread:
         """Cancels what still runs there and joins the thread for at most `seconds`. Returns whether it ended.
 
         A thread that did not is left behind with all that it holds. It ends if it ever goes on."""
+        note_closed(self)
         self.request_end()
         self._thread.join(seconds)
         if self.is_alive:

@@ -265,10 +265,28 @@ SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
 """
 
 
+NEVER_STOPPED = """
+import asyncio, atexit, threading
+atexit.register(lambda: print(end="".join(each.name for each in threading.enumerate()[1:])))
+from maxsimd import Engine
+
+
+async def score():
+    engine = Engine(MODEL, dtype="float32", threads=1)
+    await engine.start()
+    await engine.rerank("a", [f"b {i}" for i in range(300)])
+
+
+asyncio.run(score())
+"""
+
+
 UNFINISHED = r"(stopping with \d requests unfinished when the grace is over\n)?"
 
 
-@pytest.mark.parametrize(("program", "said"), [(ENDS, UNFINISHED), (GIVES_UP, ""), (LEFT, "")])
+@pytest.mark.parametrize(
+    ("program", "said"), [(ENDS, UNFINISHED), (GIVES_UP, ""), (LEFT, ""), (NEVER_STOPPED, "")]
+)
 def test_a_process_ends_beside_daemons_and_loads(bge: str, program: str, said: str) -> None:
     command = [sys.executable, "-c", program.replace("MODEL", repr(bge))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -197,6 +197,18 @@ def _cache(limit: int = 10_000, disk: Any = None, precision: cached.Precision = 
     return EmbeddingCache(b"model", precision, MemoryStore(limit), disk)
 
 
+def test_an_entry_is_found_while_it_is_written() -> None:
+    class Late(MemoryStore[cached.CachedEmbedding]):
+        def get(self, key: bytes) -> None:
+            """As before the entry is written, which it is afterwards."""
+            assert cache.flush(60)
+
+    cache = EmbeddingCache(b"model", "float32", Late(10_000), None)
+    cache.stage(staged(b"a"))
+    assert cache.get(b"a") is not None
+    cache.close()
+
+
 def test_a_key_depends_on_the_model_the_text_and_how_it_is_read() -> None:
     cache = _cache()
     other = EmbeddingCache(b"another", "float32", MemoryStore(1), None)
