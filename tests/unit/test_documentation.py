@@ -155,10 +155,11 @@ def _code(page: Path, language: str) -> list[str]:
 
 
 def test_each_block_of_the_pages_on_clients_is_an_example() -> None:
-    shown = clients.examples()
-    catalogue = {client.name for client in CLIENTS} - {"with_schemathesis"}
-    assert {example.client for example in shown} == catalogue | {clients.CURL}
+    shown, of_databases = clients.examples(), clients.examples(page=clients.DATABASES)
+    catalogue = {client.name for client in CLIENTS} - {"with_schemathesis", "with_search_engines"}
+    assert {example.client for example in (*shown, *of_databases)} == catalogue | {clients.CURL}
     assert _code(clients.PAGE, r"\w+") == ["maxsimd serve\n", *(example.code for example in shown)]
+    assert _code(clients.DATABASES, "python") == [example.code for example in of_databases]
     of_retrieval = clients.examples(page=clients.RAG)
     assert len(of_retrieval) == 3
     for block, example in zip(_code(clients.RAG, "python"), of_retrieval, strict=True):
