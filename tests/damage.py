@@ -99,8 +99,7 @@ def _overwrite_by_foreign(folder: Path) -> None:
 
 
 def _scramble_definitions(folder: Path) -> None:
-    table = (folder / FILE).read_bytes().index(b"TABLE entries")
-    _overwrite(folder, table, b"\xff")
+    _overwrite(folder, (folder / FILE).read_bytes().index(b"TABLE entries"), b"\xff")
 
 
 def _make_pipe(folder: Path) -> None:

@@ -95,8 +95,7 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ask: 
     except (OSError, asyncio.IncompleteReadError):
         return Request(sent, None), False
     judge = partial(judge_refusal, {503}) if status == 503 else ask.judge
-    verdict = judge(status, headers, body)
-    return Request(sent, verdict, status), headers.get("connection") != "close"
+    return Request(sent, judge(status, headers, body), status), headers.get("connection") != "close"
 
 
 def run(options: Namespace) -> Found:

@@ -30,8 +30,7 @@ _TYPED = ["<think>", "</think>"]
 
 def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     """Qwen's, small; with `end` a token stands behind each text. Returns how many tokens it has."""
-    words = ("yes", "no", "Yes", "0", "1")
-    vocabulary, merges = merges_of(words, (), FEW)
+    vocabulary, merges = merges_of(("yes", "no", "Yes", "0", "1"), (), FEW)
     tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": _CHAT})
     tokenizer.add_tokens(_TYPED)
@@ -195,8 +194,7 @@ def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **change
 def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
     """A Qwen3-Embedding: the last token's state, which is that of an end-of-text token."""
     source = _qwen3(folder / "hf" / "backbone", transformers.Qwen3Model, end=True)
-    config = _config(source)
-    said = {"pooling_type": 3} | decoder_said(config)
+    said = {"pooling_type": 3} | decoder_said(_config(source))
     tokens = _qwen_tokens(source, add_eos_token=True)
     conversion = Conversion(gguf.MODEL_ARCH.QWEN3, _without_none(said | tokens | changed))
     return _written(folder, source, conversion, kind, changed, "lasttoken")[0]

@@ -86,8 +86,7 @@ def test_nor_with_other_backends(name: str, backend: str, precision: Any, gpu: F
 
 def test_every_model_is_held() -> None:
     assert [*driving.held()] == [*BY_NAME]
-    waiting = {name for name, cost in driving.held().items() if cost.waits}
-    assert waiting <= driving.MAY_WAIT
+    assert {name for name, cost in driving.held().items() if cost.waits} <= driving.MAY_WAIT
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,7 @@ async def test_similarities_add_up_to_the_score_also_from_the_cache(
 async def test_matches_are_the_largest_products_of_the_vectors(
     fixture: str, engines: Engines, request: pytest.FixtureRequest, pairs: list[Pair]
 ) -> None:
-    model = request.getfixturevalue(fixture)
-    engine = await engines(EngineConfig(model=model, dtype="float32"))
+    engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
     documents = [pair.document for pair in pairs[40:48]]
     (query,) = (await engine.embed_tokens([QUERY], input_type="query")).embeddings
     vectors = (await engine.embed_tokens(documents, input_type="document")).embeddings

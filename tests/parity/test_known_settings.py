@@ -51,8 +51,7 @@ _TOKENIZER = "tokenizer_config.json"
 def _named_in(function: Any, *variables: str) -> set[str]:
     """The keys by which code takes values out of variables, or asks whether they are there."""
     found = set()
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         match node:
             case ast.Subscript(of, ast.Constant(str(key))):
                 pass

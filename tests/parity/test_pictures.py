@@ -112,8 +112,7 @@ async def test_contents_score_as_the_librarys(model: PictureModel, engine: Engin
         queries.append((contents[0], expected[0]))
     for query, given in queries:
         found = (await scored(engine, query, contents)).scores
-        theirs = [reference.score(given, each) for each in expected]
-        np.testing.assert_allclose(found, theirs, atol=1e-4)
+        np.testing.assert_allclose(found, [reference.score(given, each) for each in expected], atol=1e-4)
 
 
 @models(main=("qwen3_vl_reranker", "siglip"))
@@ -126,8 +125,7 @@ async def test_they_score_in_company_as_alone(model: PictureModel, engine: Engin
     for i, result in enumerate(await asyncio.gather(*calls)):
         np.testing.assert_allclose(result.scores, alone[i % 2][i // 2 :], atol=1e-4)
     each_its_own = await scored(engine, queries * 2, documents[:4])
-    expected = [alone[i % 2][i] for i in range(4)]
-    np.testing.assert_allclose(each_its_own.scores, expected, atol=1e-4)
+    np.testing.assert_allclose(each_its_own.scores, [alone[i % 2][i] for i in range(4)], atol=1e-4)
 
 
 @models(lambda model: model.chunked, main=("colqwen2_merged", "qwen3_vl_reranker"))
@@ -156,8 +154,7 @@ async def test_cached_contents_score_as_new_ones(model: PictureModel, engine: En
     cached = 1 if model.is_pair else len(contents)
     assert (new.usage.cached_documents, again.usage.cached_documents) == (0, cached)
     assert new.usage.prompt_tokens == again.usage.prompt_tokens
-    bypassed = await engine.score("What?", contents, cache="bypass")
-    for each in (again, bypassed):
+    for each in (again, await engine.score("What?", contents, cache="bypass")):
         np.testing.assert_allclose(each.scores, new.scores, atol=1e-6)
 
 
@@ -174,8 +171,7 @@ async def test_a_prompt_stands_in_its_place(checkpoints: SharedCheckpoints, star
     expected = [reranker.score("a", page, prompt=instruction) for page in PAGES]
     result = await scored(engine, "a", PAGES, instruction=instruction)
     np.testing.assert_allclose(result.scores, expected, atol=1e-4)
-    without = await scored(engine, "a", PAGES)
-    assert np.abs(np.subtract(result.scores, without.scores)).max() > 1e-4
+    assert np.abs(np.subtract(result.scores, (await scored(engine, "a", PAGES)).scores)).max() > 1e-4
 
 
 async def test_a_picture_as_the_query_is_run_once(start: Start) -> None:
@@ -317,8 +313,7 @@ async def test_each_picture_of_a_document_has_a_map(start: Start) -> None:
 
 async def test_maps_must_be_asked_for_and_not_too_many(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await start(visual.colpali)
-    result = await engine.score("a", PAGES[:1], explain=True, cache="bypass")
-    assert result.explanations[0].maps == ()
+    assert (await engine.score("a", PAGES[:1], explain=True, cache="bypass")).explanations[0].maps == ()
     with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
         await engine.score("a", PAGES[:1], explain="map")  # type: ignore[arg-type]
     monkeypatch.setattr("maxsimd.engine.processors.dual_encoder.MOST_MAPPED", 100)

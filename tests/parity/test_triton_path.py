@@ -60,8 +60,7 @@ def compare_cross_encoder(path: str) -> None:
 
 async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float]:
     async with Engine(config) as engine:
-        prepared = engine.device_model
-        assert prepared.attention == ("triton" if config.attention == "triton" else "grouped")
+        assert engine.device_model.attention == ("triton" if config.attention == "triton" else "grouped")
         first = await engine.score("how is a file opened", documents, truncation=CUT_LONG)
         again = await engine.score("how is a file opened", documents, truncation=CUT_LONG)
         assert again.scores == pytest.approx(first.scores, abs=1e-5)

@@ -508,8 +508,7 @@ async def test_classes_are_found_by_their_weights(checkpoints: SharedCheckpoints
 
 async def test_fewer_dimensions_may_stay_unscaled(checkpoints: SharedCheckpoints, engines: Engines) -> None:
     path = checkpoints(_bert(behind="dense behind normalize"))
-    engine = await engines(EngineConfig(model=path, dtype="float32"))
-    ours = await engine.embed(["a text"], dimensions=16)
+    ours = await (await engines(EngineConfig(model=path, dtype="float32"))).embed(["a text"], dimensions=16)
     expected = SentenceTransformer(path, device="cpu").encode(["a text"], truncate_dim=16)
     np.testing.assert_allclose(ours.embeddings, expected, atol=1e-5)
 
@@ -528,5 +527,4 @@ async def test_the_probability_of_a_label_is_a_score(
     probabilities = torch.sigmoid(logits) if multi else torch.softmax(logits, dim=1)
     ours = await engines.scores(config, few)
     np.testing.assert_allclose(ours, probabilities[:, 2 if multi else 1], atol=1e-5)
-    engine = await engines(config)
-    assert engine.facts.scales.default.most == 1
+    assert (await engines(config)).facts.scales.default.most == 1

@@ -112,8 +112,7 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     done = journal.read_bytes().count(b"\n") - 1
     assert 0 < done < len(texts)
 
-    resumed = run_command(*options, "--resume")
-    assert f"{done:,} of {len(texts):,} documents" in resumed.stderr
+    assert f"{done:,} of {len(texts):,} documents" in run_command(*options, "--resume").stderr
     assert not journal.exists()
     found = _lines(out.read_text("utf-8"))
     assert sorted(each["index"] for each in found) == [*range(len(texts))]

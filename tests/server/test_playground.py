@@ -278,8 +278,7 @@ def test_it_tells_of_waiting_and_failing(page: Page, server: Server) -> None:
     expect(problem).to_be_hidden()
     page.check("#normalize")
     page.get_by_text("Mean MaxSim").wait_for()
-    scores = page.locator(".results strong").all_text_contents()
-    assert all(0 <= float(score) <= 1 for score in scores)
+    assert all(0 <= float(score) <= 1 for score in page.locator(".results strong").all_text_contents())
 
 
 BEYOND_THE_WINDOW = "document.documentElement.scrollWidth - window.innerWidth"
@@ -466,8 +465,7 @@ def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:
 
 @ONE_OF_THE_VIEWS
 def test_the_reference_opens_a_route_and_tries_it(browser: Browser, server: Server, view: str) -> None:
-    policy = httpx.get(server.url + "/docs").headers["content-security-policy"]
-    assert "unsafe" not in policy
+    assert "unsafe" not in httpx.get(server.url + "/docs").headers["content-security-policy"]
     paths = httpx.get(server.url + "/openapi.json").json()["paths"]
     with opened(browser, server.url + "/docs#/rerank", **VIEWS[view]) as watched:
         page = watched.page

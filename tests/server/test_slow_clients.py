@@ -150,8 +150,7 @@ def test_the_slowest_reader_is_cut_off_to_free_memory(small_server: Server) -> N
 
 
 def _is_served(server: Server) -> bool:
-    response = httpx.post(server.url + "/rerank", content=RERANK, timeout=20)
-    return response.status_code == 200
+    return httpx.post(server.url + "/rerank", content=RERANK, timeout=20).status_code == 200
 
 
 @pytest.mark.one_process

@@ -202,8 +202,7 @@ def test_a_heat_map_has_the_similarity_of_all_tokens(ranked: RerankResult, engin
 
 def test_tokens_of_texts_are_shown(engine: SyncEngine) -> None:
     words = ["[CLS]", "sp", "##ree", "[SEP]"]
-    result = engine.embed_tokens(["spree", "a b"])
-    assert result.tokens == [words, ["[CLS]", "a", "b", "[SEP]"]]
+    assert engine.embed_tokens(["spree", "a b"]).tokens == [words, ["[CLS]", "a", "b", "[SEP]"]]
     assert engine.embed_tokens("spree", return_tokens=False).tokens is None
     short, long = engine.tokenize(["spree", "x " * 255])
     assert (short.tokens, short.ids.tolist()[::3]) == (words, [101, 102])

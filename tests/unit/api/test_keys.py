@@ -27,8 +27,7 @@ class Keys:
         self.file = file
         self.tenants: list[Mapping[str, Tenant]] = []
         self._write(content)
-        config = ServerConfig(api_key=given, api_key_file=str(file))
-        self.keys = ApiKeys(config, self.tenants.append)
+        self.keys = ApiKeys(ServerConfig(api_key=given, api_key_file=str(file)), self.tenants.append)
 
     def rewrite(self, content: str | bytes) -> None:
         self._write(content)

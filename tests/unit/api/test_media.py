@@ -70,8 +70,7 @@ async def hosting() -> AsyncIterator[Host]:
     app.router.add_get("/{kind}", answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     host.port = runner.addresses[0][1]
     try:
         yield host

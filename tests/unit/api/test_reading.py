@@ -36,8 +36,7 @@ def test_texts_come_under_several_names_of_which_one_is_read() -> None:
     assert texts_to_score(several, 9) == (["q"], ["i"])
     several.documents = "d"
     assert texts_to_score(several, 9) == (["q"], ["d"])
-    ranking = RerankRequest(query="q", documents=["d"], texts=["t"])
-    assert texts_to_rank(ranking, 9) == ("q", ["t"])
+    assert texts_to_rank(RerankRequest(query="q", documents=["d"], texts=["t"]), 9) == ("q", ["t"])
 
 
 def test_missing_texts_are_told_by_their_field() -> None:

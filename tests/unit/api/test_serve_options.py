@@ -263,8 +263,7 @@ def test_help_shows_usual_options_groups_or_all() -> None:
 
 
 def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("measure", f"{__name__}:measure", "maxsimd.commands")
-    points = {"maxsimd.commands": [point]}
+    points = {"maxsimd.commands": [EntryPoint("measure", f"{__name__}:measure", "maxsimd.commands")]}
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: points[group])
     runner = CliRunner()
     listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2]
@@ -330,11 +329,9 @@ def test_options_become_flags() -> None:
     ):
         assert in_flags(message) == expected
     assert str(as_api_error(QueueFullError("(max_wait_seconds)", 1.0))) == "(--max-wait-seconds)"
-    engine = Path(__file__).parents[3] / "engine"
-    for path in sorted(engine.rglob("*.py")):
+    for path in sorted((Path(__file__).parents[3] / "engine").rglob("*.py")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            code = line.partition("#")[0]
-            for named in re.findall(r"(?<!-)--[a-z][a-z-]+", code):
+            for named in re.findall(r"(?<!-)--[a-z][a-z-]+", line.partition("#")[0]):
                 assert named in ("--no-deps", "--check", "--merge"), f"{path.name}: {line.strip()}"
 
 

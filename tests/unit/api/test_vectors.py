@@ -36,8 +36,7 @@ def check(numbers: Numbers, found: Any, made: Any) -> None:
     if numbers in ("binary", "ubinary"):
         np.testing.assert_array_equal(found[..., : made.shape[-1]], made > 0)
         return
-    most = np.abs(made).max(axis=-1, keepdims=True)
-    assert (np.abs(found - made) <= ERRORS[numbers] * most).all()
+    assert (np.abs(found - made) <= ERRORS[numbers] * np.abs(made).max(axis=-1, keepdims=True)).all()
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

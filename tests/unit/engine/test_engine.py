@@ -232,8 +232,7 @@ async def test_a_tenants_rate_goes_on_and_cached_documents_cost_little(config: E
     documents = [f"{i} " + "word " * 60 for i in range(40)]
     async with Engine(config) as engine:
         engine.set_tenants({"a": Tenant(tokens_per_minute=1000)})
-        usage = (await engine.score("q", documents)).usage
-        assert usage.prompt_tokens > 2000
+        assert (await engine.score("q", documents)).usage.prompt_tokens > 2000
         for _ in range(10):
             await engine.score("q", documents, tenant="a")
         await engine.score("q", documents, tenant="a", cache="bypass")

@@ -51,8 +51,7 @@ def test_exif_orientation_is_applied() -> None:
     for orientation, expected in turned.items():
         exif = Image.Exif()
         exif[0x0112] = orientation
-        found = read(file_of(Image.fromarray(pixels), exif=exif))
-        assert np.array_equal(found, expected), orientation
+        assert np.array_equal(read(file_of(Image.fromarray(pixels), exif=exif)), expected), orientation
 
 
 def test_what_is_transparent_stands_on_white() -> None:

@@ -118,8 +118,7 @@ async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingE
         with pytest.raises(errors.InvalidRequestError, match=rf"^queries\[{named}\] has half"):
             await engine.score(queries, ["\ud800", "b"], on_error="report")
     if engine.model.score_task == "classify":
-        ranked = await engine.rerank(POISON, ["a", "b"], on_error="report")
-        assert set(ranked.errors) == {0, 1}
+        assert set((await engine.rerank(POISON, ["a", "b"], on_error="report")).errors) == {0, 1}
     else:
         with pytest.raises(errors.RequestFailedError):
             await engine.rerank(POISON, ["a", "b"], on_error="report")
@@ -209,8 +208,7 @@ async def source(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints)
 
 async def _streamed(source: Engine, *texts: Any, **options: Any) -> tuple[list[list[Any]], Any]:
     async with source.stream(*texts, **options) as stream:
-        parts = [part async for part in stream]
-        return parts, stream.result
+        return [part async for part in stream], stream.result
 
 
 @pytest.mark.parametrize(

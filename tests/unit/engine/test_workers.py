@@ -110,8 +110,7 @@ def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
 def test_work_that_is_withdrawn_or_fails_harms_no_other(pool: WorkerPool) -> None:
     begun = []
     first = Blocked(pool, SMALL).wait_until_begun()
-    work = pool.submit(lambda: begun.append(True), SMALL)
-    work.withdraw()
+    pool.submit(lambda: begun.append(True), SMALL).withdraw()
     first.go_on.set()
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
     assert not begun

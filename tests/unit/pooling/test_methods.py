@@ -183,8 +183,7 @@ def test_words_are_weighed_in_pieces_and_the_heaviest_stay(monkeypatch: pytest.M
     cursor = PoolingCursor(tuple(Chunk(each, 0, 500) for each in sequences), (0, 500, 1000, 1500))
     pooling_method("max-words", words).pool(torch.randn(2000, HIDDEN), cursor)
     assert words.rows == 50
-    weights = torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 0.0, 0.5, 0.0]])
-    items = entries_of(weights, most=2)
+    items = entries_of(torch.tensor([[0.0, 3.0, 1.0, 2.0], [0.0, 0.0, 0.5, 0.0]]), most=2)
     assert [item.tolist() for item in items] == [[[1.0, 3.0], [3.0, 2.0]], [[2.0, 0.5]]]
 
 

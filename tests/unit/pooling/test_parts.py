@@ -52,8 +52,7 @@ def test_states_of_all_methods_count_and_are_freed_one_by_one() -> None:
     tasks = ["all", "cls", "mean", "weighted-mean", "last"]
     pooler = DispatchPooler({task: methods.METHODS[task](as_is) for task in tasks})
     chunks = [Chunk(text(i, 3, task=task), 0, 2) for i, task in enumerate(tasks)]
-    cursor = methods.PoolingCursor(tuple(chunks), tuple(range(0, 10, 2)))
-    assert pooler.pool(numbered(10), cursor) == []
+    assert pooler.pool(numbered(10), methods.PoolingCursor(tuple(chunks), tuple(range(0, 10, 2)))) == []
     counts = [pooler.num_states]
     for i in range(5):
         pooler.free(i)

@@ -73,8 +73,7 @@ def pages(
     for index, pictures in enumerate(documents):
         slot, placed, length = ResultSlot(request_id, index), [], 0
         for i, (price, features) in enumerate(pictures):
-            positions = np.arange(length, length + features)
-            placed.append(PlacedImage(next_id, positions, None, b""))
+            placed.append(PlacedImage(next_id, np.arange(length, length + features), None, b""))
             together = sum(features for _, features in pictures) if i == 0 else 0
             images.append(ImageJob(next_id, request_id, price, together, None, slot))
             next_id, length = next_id + 1, length + features

@@ -136,7 +136,6 @@ def test_a_step_runs_its_pictures_last_and_can_be_halved() -> None:
     scheduler.admit(1, texts(1, [6], first_id=50))
     step = scheduled(scheduler)
     assert (step.num_parts, step.request_ids) == (4, {0, 1})
-    stages = step.stages()
-    assert [(len(stage.chunks), len(stage.images)) for stage in stages] == [(2, 0), (0, 2)]
+    assert [(len(stage.chunks), len(stage.images)) for stage in step.stages()] == [(2, 0), (0, 2)]
     parts = [half for stage in step.halves() for half in stage.halves()]
     assert [(len(part.chunks), len(part.images)) for part in parts] == [(1, 0), (1, 0), (0, 1), (0, 1)]

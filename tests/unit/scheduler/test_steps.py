@@ -119,8 +119,7 @@ def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(size: int, expected: 
 
 def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | None = None) -> Scheduler:
     """Request 1, the oldest, must be cut; but of request 2, which was cut before it, 50 tokens are left."""
-    limits = StepLimits(100, sequences, chunked=True)
-    scheduler = Scheduler(limits, oldest_share=0.5, weights=weights)
+    scheduler = Scheduler(StepLimits(100, sequences, chunked=True), oldest_share=0.5, weights=weights)
     scheduler.admit(0, texts(0, [100]), tenant="a")
     scheduler.admit(1, texts(1, [4000], 1), tenant="a")
     scheduler.admit(2, texts(2, [250], 2), tenant="b")

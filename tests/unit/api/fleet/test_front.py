@@ -321,13 +321,11 @@ async def test_large_requests_are_spread_unless_they_belong_together(tmp_path: P
         assert result.usage == Usage(10 + 60, 0, 0, 10), "the query counts once"
         assert result.truncated == 1
         assert sum(len(engine.asked) for engine in engines) == 3
-        again = await front.score("q", DOCUMENTS)
-        assert again.scores == result.scores
+        assert (await front.score("q", DOCUMENTS)).scores == result.scores
         for engine in engines:
             first, second = (set(question.documents) for question in engine.asked)
             assert first == second, "each document goes to its owner again"
-        small = await front.score("q", ["short"])
-        assert small.scores == [5.0]
+        assert (await front.score("q", ["short"])).scores == [5.0]
         asked = [len(engine.asked) for engine in engines]
         for _ in range(2):
             await front.score("q", DOCUMENTS, cache="bypass")
@@ -573,8 +571,7 @@ async def test_scores_of_two_models_are_never_mixed(tmp_path: Path) -> None:
             await _dying(engine)
 
     async with fleet(tmp_path, 2, change) as (front, engines):
-        result = await front.score("q", DOCUMENTS, timeout=20)
-        assert result.scores == LENGTHS
+        assert (await front.score("q", DOCUMENTS, timeout=20)).scores == LENGTHS
         of_another = [len(question.documents) for engine in engines for question in engine.asked[1:]]
         assert sum(of_another) == 60, "nothing that the engines before them gave is in it"
         following = {"two": "three"}

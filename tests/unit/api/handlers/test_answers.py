@@ -48,8 +48,7 @@ async def test_scores_are_the_engines_in_input_order(caller: Caller) -> None:
         answer = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
         assert set(answer) == {"id", "object", "created", "model", "data", "usage", "score_scale"}
         _check_head(answer, "score")
-        again = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
-        assert again["id"] != answer["id"]
+        assert (await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS}))["id"] != answer["id"]
         items = [{"index": i, "object": "score", "score": score} for i, score in enumerate(expected)]
         assert answer["data"] == nearly(items)
         assert max(expected) == expected[1]
@@ -217,8 +216,7 @@ async def test_the_model_card_and_metrics_say_what_runs(caller: Caller) -> None:
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert abs(card.pop("created") - time.time()) < 600
-    findings = caller.engine.device_model.findings
-    assert card.pop("checked") == [str(finding) for finding in findings]
+    assert card.pop("checked") == [str(finding) for finding in caller.engine.device_model.findings]
     named = {"id": "mine", "object": "model", "owned_by": "maxsimd", "root": "all-MiniLM-L6-v2"}
     runs = {"execution": "packed", "device": "cpu", "kernels": caller.engine.facts.kernels, "state": "ok"}
     assert card == named | runs | {
@@ -239,8 +237,7 @@ async def test_the_model_card_and_metrics_say_what_runs(caller: Caller) -> None:
         "maxsimd_http_in_flight 1.0",  # this request itself
     ):
         assert line in answer.body.decode()
-    version = json.loads((await caller.ask("GET", "/version")).body)
-    assert version == {"version": maxsimd.__version__}
+    assert json.loads((await caller.ask("GET", "/version")).body) == {"version": maxsimd.__version__}
 
 
 async def test_the_cache_can_be_emptied(caller: Caller) -> None:
@@ -432,8 +429,7 @@ async def test_vectors_end_at_the_timeout(engine: RecordingEngine, monkeypatch: 
 
     monkeypatch.setattr(EmbeddingPlan, "encoded", slow)
     body = {"input": "a", "encoding": "muvera", "input_type": "query", "timeout": 3}
-    answer = await Caller(engine).ask("POST", "/v1/embeddings", body)
-    assert answer.status == 504
+    assert (await Caller(engine).ask("POST", "/v1/embeddings", body)).status == 504
     while not ended:
         await asyncio.sleep(0.01)
     assert ended[0] < 50
@@ -471,8 +467,7 @@ async def test_cached_token_vectors_give_the_same_vectors() -> None:
         await engine.score("what is it", [long], truncation="window")
         again = await engine.embed([long], truncation="window", input_type="document", **options)
         np.testing.assert_allclose(again.embeddings, whole.embeddings, atol=1e-5)
-        as_query = await engine.embed(TEXTS[1:], input_type="query", **options)
-        assert as_query.usage.cached_documents == 0
+        assert (await engine.embed(TEXTS[1:], input_type="query", **options)).usage.cached_documents == 0
 
 
 CHUNKS = ["Berlin is the capital of Germany. ", "It lies on the Spree", " and has many lakes."]

@@ -341,8 +341,7 @@ async def test_usual_clients_get_no_warning(engine: RecordingEngine) -> None:
 async def test_made_up_names_fill_no_header_or_log(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
     for i in range(24):
         names = {f"\U0001f600\r\n{i}.{j}{'x' * 900}": 1 for j in range(20)}
-        answer = await caller.post("/rerank", RERANK | names)
-        said = answer.headers["x-maxsimd-warnings"]
+        said = (await caller.post("/rerank", RERANK | names)).headers["x-maxsimd-warnings"]
         assert said.isascii()
         assert said.isprintable()
         assert len(said) < 2_000

@@ -134,8 +134,7 @@ async def test_what_goes_wrong_later_is_the_last_line(caller: Caller, engine: Re
             scheduler._fail(request_id, "the model failed on it")
     assert (await asking).status == 500
     assert sink.has_ended
-    last = json.loads(sink.parts[-1])
-    assert last["error"]["message"] == "the model failed on it"
+    assert json.loads(sink.parts[-1])["error"]["message"] == "the model failed on it"
     assert json.loads(sink.parts[0].splitlines()[0])["document"]
 
 

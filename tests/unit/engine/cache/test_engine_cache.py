@@ -204,8 +204,7 @@ async def test_listwise_scores_whole_lists(checkpoints: SharedCheckpoints, docum
         for others in (texts[:4], texts[::-1]):
             found = await engine.score(QUERY, others)
             assert found.usage.cached_documents == 0
-            plain = await engine.score(QUERY, others, cache="bypass")
-            assert found.scores == nearly(plain.scores)
+            assert found.scores == nearly((await engine.score(QUERY, others, cache="bypass")).scores)
 
 
 # Documents whose embeddings are cached are work like any other: priced, limited, scheduled, cancelled.

@@ -493,8 +493,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
     embeddings = EmbeddingCache(b"", "float32", MemoryStore(500 * SIZE), None)
-    scores = ScoreCache(500 * 512)
-    for cache, advice in ((embeddings, "(cache_dir)"), (scores, "raise cache_mb")):
+    for cache, advice in ((embeddings, "(cache_dir)"), (ScoreCache(500 * 512), "raise cache_mb")):
         for _ in range(2):
             assert not warnings(caplog)
             for number in range(1500):

@@ -134,8 +134,7 @@ LINUX = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 @pytest.mark.skipif(not LINUX, reason="Linux alone has slices of time for each thread")
 def test_a_thread_and_those_it_starts_take_short_slices() -> None:
-    printed = Program([], module=__name__).run().stdout
-    before, own, child, niceness = printed.split()
+    before, own, child, niceness = Program([], module=__name__).run().stdout.split()
     assert int(niceness) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), "as it was given"
     assert own == child
     # Before 6.12 the kernel takes no slices, and reports none.

@@ -203,8 +203,7 @@ def test_modules_that_differ_in_the_model_are_taken_back() -> None:
 
 @interpreted
 def test_layers_with_an_adapter_or_a_hook_stay() -> None:
-    path = _checkpoint("bert")
-    model = load_model(EngineConfig(model=path), CPU)
+    model = load_model(EngineConfig(model=_checkpoint("bert")), CPU)
     backbone: Any = model.backbone.float()
     layers = backbone.encoder.layer
     layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
@@ -242,8 +241,7 @@ def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> N
             mask = (torch.arange(length) < seen).long()[None]
             given_types = {"token_type_ids": types[None, rows]} if takes_types else {}
             exact = library(ids[None, rows], attention_mask=mask, **given_types).last_hidden_state[0]
-            of_text = found[start : start + seen]
-            torch.testing.assert_close(of_text, exact[:seen], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found[start : start + seen], exact[:seen], atol=1e-5, rtol=1e-5)
             start += length
 
     with torch.inference_mode():

@@ -312,8 +312,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 async def test_results_are_waited_for_on_the_gpu_that_makes_them(cuda: Cuda) -> None:
     """Another GPU's stream is idle: numbers would be read that are not there yet."""
-    arrival = record_arrival(SECOND)
-    assert arrival is not None
+    assert record_arrival(SECOND) is not None
     assert ("record", 1) in cuda.used
     assert {device for _, device in cuda.used} == {1}
     assert cuda.blocking == [True]

@@ -81,8 +81,7 @@ def attention_problems(draw: st.DrawFn, causal_ends: bool = False) -> Problem:
     all_seen = causal and not causal_ends
     attended = lengths if all_seen else [draw(st.integers(1, length)) for length in lengths]
     kv_heads, repeats = draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))
-    window = draw(st.none() | st.integers(2, 20))
-    return lengths, attended, kv_heads, repeats, causal, window
+    return lengths, attended, kv_heads, repeats, causal, draw(st.none() | st.integers(2, 20))
 
 
 @given(attention_problems(causal_ends=True))

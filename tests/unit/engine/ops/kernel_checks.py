@@ -467,8 +467,7 @@ def check_norm_rotary(device: str) -> None:
         st.sampled_from([16, 32, 64, 80, 128, 256]), st.sampled_from(layer_dtypes(device)), st.booleans(),
     )  # fmt: skip
     def compare(rows: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, normed: bool) -> None:
-        together = heads[0] + 2 * heads[1]
-        qkv = numbers(rows, together, head_dim, dtype=dtype, seed=1)
+        qkv = numbers(rows, heads[0] + 2 * heads[1], head_dim, dtype=dtype, seed=1)
         # The halves differ, which they do not in models, so that each must be read.
         cos, sin = (numbers(rows, head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
         norms = None

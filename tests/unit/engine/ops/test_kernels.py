@@ -489,8 +489,7 @@ def test_what_not_all_patches_see_goes_to_torch(what: str) -> None:
 def test_a_product_of_patches_equals_the_convolution(sides: list[int], extra: list[int], bias: bool) -> None:
     kind = nn.Conv2d if len(sides) == 2 else nn.Conv3d
     convolution: Any = kind(3, 5, tuple(sides), stride=tuple(sides), bias=bias)
-    sizes = [side + more for side, more in zip(sides, extra, strict=False)]
-    x = numbers(2, 3, *sizes)
+    x = numbers(2, 3, *[side + more for side, more in zip(sides, extra, strict=False)])
     with torch.inference_mode():
         torch.testing.assert_close(PatchProduct(convolution)(x), convolution(x), atol=1e-5, rtol=1e-5)
 

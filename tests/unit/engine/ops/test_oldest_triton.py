@@ -24,8 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is for L
 def test_the_oldest_triton_is_the_one_that_pyproject_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (line,) = project["optional-dependencies"]["cuda"]
-    oldest = line.split(";")[0]
-    assert oldest.replace(">=", "==") + ".0" in REQUIREMENTS.read_text().split()
+    assert line.split(";")[0].replace(">=", "==") + ".0" in REQUIREMENTS.read_text().split()
 
 
 @pytest.mark.exhaustive

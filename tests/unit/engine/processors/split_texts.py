@@ -66,8 +66,7 @@ def cut_kind(name: str) -> tuple[Tokenizer, Breaks]:
 
 def assert_pieces_are_the_whole(tokenizer: Tokenizer, breaks: Breaks, text: str, words: bool = True) -> None:
     """Compares the tokens of a text with those of its smallest pieces; if `words`, also where words begin."""
-    bounds = [0, *breaks.all(text), len(text)]
-    texts = [text, *(text[a:b] for a, b in pairwise(bounds))]
+    texts = [text, *(text[a:b] for a, b in pairwise([0, *breaks.all(text), len(text)]))]
     whole, *pieces = [
         [
             (token, words and before != word)

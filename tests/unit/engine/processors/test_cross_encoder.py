@@ -301,8 +301,7 @@ def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
     assert [prefix for prefix, _ in split(plan)] == [0, 0]
     assert plan.usage.cached_tokens == 0
     # One of two queries may share its prefix, and the other not.
-    queries = [words(5), words(5), words(4) + " w9"]
-    plan = ask(queries, [document(3)] * 3, sharing=PrefixSharing(20))
+    plan = ask([words(5), words(5), words(4) + " w9"], [document(3)] * 3, sharing=PrefixSharing(20))
     assert [prefix for prefix, _ in split(plan)] == [100, 100, 0]
     plan = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
     prefix = plan.sequences[0]

@@ -28,8 +28,7 @@ def score(
     *texts: Any, task: str = LATE_INTERACTION, instruction: Any = None, cache: Any = None, **changes: Any
 ) -> ScorePlan:
     made = small.processors(model(score_task=task, **changes), cache=cache)
-    request = small.score_request(*texts, instruction=instruction)
-    return made.scores.prepare(request, request_ids())
+    return made.scores.prepare(small.score_request(*texts, instruction=instruction), request_ids())
 
 
 def documents_of(plan: ScorePlan) -> list[TokenSequence]:
@@ -149,8 +148,7 @@ def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
-    documents = [words(9), "w1", words(8), words(9)]
-    plan = score([words(9)], documents, Truncation(max_tokens=6), task=task)
+    plan = score([words(9)], [words(9), "w1", words(8), words(9)], Truncation(max_tokens=6), task=task)
     assert plan.truncated == 4, "the query, and three documents, two of them equal"
     cut = [one.payload.document.truncated for one in documents_of(plan) if one.payload.document]
     assert cut == [True, False, True]
@@ -166,8 +164,7 @@ def test_what_is_too_long_is_refused_by_its_index() -> None:
     with small.refused("queries", r"^queries\[1\] has 11 tokens, but at most 10"):
         score(["w1", words(9)], ["w2", "w3"], max_tokens=10)
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
-    described = model(max_tokens=10_000)
-    prepare = small.processors(described, most_vectors=20).scores.prepare
+    prepare = small.processors(model(max_tokens=10_000), most_vectors=20).scores.prepare
     assert prepare(small.score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
     with small.refused(
         "documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"
@@ -219,11 +216,9 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_documents_beside_a_long_query_cost_more_than_tokens(task: str) -> None:
-    price = scorer.ScoringPrice.of(model(score_task=task))
-    usual = int(price.usual_query_rows)
+    usual = int(scorer.ScoringPrice.of(model(score_task=task)).usual_query_rows)
     for length, expected in ((usual - 2, 0), (10 * usual - 2, (10 - 1) * 640 // 128 - 1)):
-        plan = score([words(length)], [words(638)], task=task, max_tokens=10_000)
-        (one,) = documents_of(plan)
+        (one,) = documents_of(score([words(length)], [words(638)], task=task, max_tokens=10_000))
         assert one.scoring in (expected, expected + 1)
         assert one.price == 640 + one.scoring
 

@@ -163,8 +163,7 @@ async def test_scores_that_overflow_name_the_embedding(colbert: RecordingEngine,
         with pytest.raises(errors.InvalidRequestError, match=f"^{named}") as error:
             await colbert.score(queries, documents, explain=True)
         assert str(error.value).startswith(str(error.value.param))
-    bad = rows[0][:, :3]
-    found = await colbert.score(QUERY, [bad, DOCUMENTS[0], large, large], on_error="report")
+    found = await colbert.score(QUERY, [rows[0][:, :3], DOCUMENTS[0], large, large], on_error="report")
     assert [re.search("large|shape", found.errors[i])[0] for i in (0, 2, 3)] == ["shape", "large", "large"]
     assert np.isfinite(found.scores).tolist() == [False, True, False, False]
 
@@ -441,11 +440,9 @@ async def test_an_instruction_is_part_of_it(engines: Engines, qwen3_embedding: s
 
 async def test_pictures_are_queries_too(engines: Engines, checkpoints: SharedCheckpoints) -> None:
     engine = await engines(EngineConfig(model=checkpoints(visual.colqwen2), dtype="float32", threads=1))
-    noise = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
-    picture = Image.fromarray(noise)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8))
     expected = await engine.score(picture, DOCUMENTS, cache="bypass")
-    rows = await engine.encode_query(picture)
-    found = await engine.score(rows, DOCUMENTS, cache="bypass")
+    found = await engine.score(await engine.encode_query(picture), DOCUMENTS, cache="bypass")
     assert (found.scores, found.usage) == (pytest.approx(expected.scores, rel=1e-5), expected.usage)
 
 

@@ -51,8 +51,7 @@ def prompt_length(query: str, documents: list[str], ranked_by: ListwiseRules = R
 
 
 def test_documents_share_prompts_with_the_query_block_by_block() -> None:
-    documents = [words(i + 1, DOCUMENT) for i in range(7)]
-    plan = score(["w1"], documents)
+    plan = score(["w1"], [words(i + 1, DOCUMENT) for i in range(7)])
     query = ids(1, 1)
     assert texts_of(plan) == [
         [ids(1, DOCUMENT), ids(2, DOCUMENT), ids(3, DOCUMENT), query],

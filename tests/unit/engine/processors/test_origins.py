@@ -67,8 +67,7 @@ def test_long_texts_are_cut_as_their_tokens_are(name: str, side: str, most: int 
 def tokens_of_a_text(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]]]:
     """A text and the characters of its tokens: some without any, some characters without a token."""
     text = draw(st.text("ab \n", min_size=1, max_size=20))
-    cuts = draw(st.sets(st.integers(0, len(text)), min_size=2)) | {0}
-    pieces = list(pairwise(sorted(cuts)))
+    pieces = list(pairwise(sorted(draw(st.sets(st.integers(0, len(text)), min_size=2)) | {0})))
     chosen = [piece for piece in pieces if draw(st.booleans())] or pieces[:1]
     before = [(-1, -1)] * draw(st.integers(0, 2))
     return text, [*before, *chosen, *[(-1, -1)] * draw(st.integers(0, 2))]

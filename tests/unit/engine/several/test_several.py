@@ -139,8 +139,7 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
 ) -> None:
     engines = Engines({"a": reranker, "b": config})
     await engines.start()
-    documents = [pair.document for pair in pairs[:30]]
-    own = asyncio.create_task(engines["a"].score("a", documents))
+    own = asyncio.create_task(engines["a"].score("a", [pair.document for pair in pairs[:30]]))
     await asyncio.sleep(0)
     leaving = asyncio.create_task(engines.drop("a", None) if first == "drop" else engines.stop())
     await asyncio.sleep(0)

@@ -134,8 +134,7 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     after = load.copy()
     weights = np.maximum(tokens, 1)
     for part in parts_of(numbers, tokens, load, fleets.Split.BY_OWNER, least):
-        slot = part.members[0].slot
-        after[slot] += weights[part.indices].sum()
+        after[part.members[0].slot] += weights[part.indices].sum()
     most = 1.25 * (load.sum() + weights.sum()) / len(load) + least
     most += weights.sum() if tokens.sum() <= least else weights.max()  # a small request stays whole
     assert (after[after > load] <= most).all()
@@ -149,8 +148,7 @@ def test_documents_go_to_their_owner_while_it_has_room() -> None:
     numbers = digests(5)
     owners = fleets.ranked(numbers, range(4))[:, 0]
     tokens = np.where(owners == owners[0], 100, 10)
-    idle = np.zeros(4, dtype=np.int64)
-    [part] = parts_of(numbers, tokens, idle, fleets.Split.BY_OWNER, 1_000)
+    [part] = parts_of(numbers, tokens, np.zeros(4, dtype=np.int64), fleets.Split.BY_OWNER, 1_000)
     assert part.members[0].slot == owners[0]
     busy = np.where(np.arange(4) == owners[0], 100_000, 0)
     [part] = parts_of(numbers, tokens, busy, fleets.Split.BY_OWNER, 1_000)

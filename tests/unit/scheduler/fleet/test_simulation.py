@@ -51,8 +51,7 @@ def test_the_command_prints_writes_and_draws(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fleet, "LEAST_REQUESTS", 20)
     written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.svg"
     words = f"--members 2 --requests 1 --json {written} --plot {drawn}".split()
-    ran = CliRunner().invoke(bench_fleet, words, catch_exceptions=False)
-    assert "2 engines, by owner" in ran.output
+    assert "2 engines, by owner" in CliRunner().invoke(bench_fleet, words, catch_exceptions=False).output
     figures = json.loads(written.read_text(encoding="utf-8"))
     assert [row["documents"] for row in figures["fleets"]] == ["by owner", "anywhere"]
     assert "<svg" in drawn.read_text(encoding="utf-8")
