@@ -11,7 +11,8 @@ import typing
 import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -99,9 +100,7 @@ def test_every_option_reaches_its_configuration(served: Captured) -> None:
             assert list(served[0][:2]) == expected
 
 
-def test_logging_is_set_up(
-    served: Captured, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logging_is_set_up(served: Captured, monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     set_up: list[tuple[str, str]] = []
     monkeypatch.setattr("maxsimd.api.logs.set_up_logging", lambda level, form: set_up.append((level, form)))
     CliRunner().invoke(main, ["serve", "--log-level", "debug", "--log-format", "json"])
@@ -336,19 +335,14 @@ def test_options_become_flags() -> None:
 
 
 def test_no_temp_folder_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def nowhere() -> NoReturn:
-        raise FileNotFoundError(2, "No usable temporary directory found")
-
-    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    nowhere = FileNotFoundError(2, "No usable temporary directory found")
+    monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=nowhere))
     assert supervise(EngineConfig(), ServerConfig(host="127.0.0.1", port=0, fronts=2), 0.0) == 1
-    assert [record.getMessage() for record in caplog.records] == [
-        "no folder for temporary files can be written to; set TMPDIR to one that can"
-    ]
+    said = "no folder for temporary files can be written to; set TMPDIR to one that can"
+    assert caplog.messages == [said]
 
 
-def test_a_fleet_without_replicas_ends_quietly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fleet_without_replicas_ends_quietly(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def live(process: Any) -> None:
         await asyncio.sleep(100 * process._setup.is_front)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import pytest_asyncio
@@ -61,9 +62,8 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
 
 
 async def test_a_cancelled_prefill_leaves_no_state(engines: Engines, qwen3_embedding: str) -> None:
-    engine = await engines(
-        EngineConfig(model=qwen3_embedding, max_batch_tokens=16, score_type="late-interaction")
-    )
+    config = EngineConfig(model=qwen3_embedding, max_batch_tokens=16, score_type="late-interaction")
+    engine = await engines(config)
     long = "some words " * 120
     for call in (engine.embed, engine.embed_tokens, partial(engine.score, "a query")):
         with held_steps(engine, after=2):
@@ -78,7 +78,6 @@ async def test_a_cancelled_prefill_leaves_no_state(engines: Engines, qwen3_embed
 
 async def test_running_out_of_memory_makes_steps_smaller(config: EngineConfig, pairs: list[Pair]) -> None:
     sizes: list[int] = []
-
     async with Engine(config) as engine:
         runner: Any = engine.device_model.runner
         forward = runner.forward
@@ -202,12 +201,8 @@ async def test_calls_tell_of_progress(engine: Engine, three_label_classifier: st
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration, asyncio.CancelledError])
 async def test_a_callback_that_raises_fails_its_call(error: type[BaseException], engine: Engine) -> None:
-    def fail(there: int, in_all: int) -> None:
-        raise error
-
-    bad, good = await asyncio.gather(
-        engine.score("a", TEXTS, progress=fail), engine.score("b", TEXTS), return_exceptions=True
-    )
+    calls = engine.score("a", TEXTS, progress=Mock(side_effect=error)), engine.score("b", TEXTS)
+    bad, good = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(bad, errors.RequestFailedError)
     assert isinstance(bad.__cause__, error)
     assert not isinstance(good, BaseException)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -42,7 +43,6 @@ from tests.waiting import until
 _SCALE = ScoreScale("maxsim", None, None)
 _PLAIN = b"cnumpy\nfloat64\n."  # a pickle of something small, in a tokenizer's place
 _LONG = " and so on" * 300
-
 
 _FACTS = ModelFacts(
     name="stand-in", score_type=ScoreType.LATE_INTERACTION, score_task="token_embed", dims={"token_embed": 4},
@@ -431,18 +431,12 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         await until(lambda: sum(len(engine.asked) - engine.cancelled for engine in engines) == 1)
-
-    async def refuse_query(engine: StandIn, question: wire.EncodeQuery) -> None:
-        raise errors.InvalidRequestError("queries[0] is not good", "queries")
-
+    refuse_query = AsyncMock(side_effect=errors.InvalidRequestError("queries[0] is not good", "queries"))
     async with fleet(tmp_path, 3, refuse_query, wire.EncodeQuery) as (front, engines):
         with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] is not good$"):
             await front.score("q", DOCUMENTS)
         assert [engine.asked for engine in engines] == [[], [], []]
-
-    async def lack_a_disk(engine: StandIn, question: wire.Score) -> None:
-        raise OSError("no space left on the device")
-
+    lack_a_disk = AsyncMock(side_effect=OSError("no space left on the device"))
     async with fleet(tmp_path, 1, lack_a_disk) as (front, _):
         with pytest.raises(errors.RequestFailedError, match="inside of the engine"):
             await asyncio.wait_for(front.score("q", ["a"]), 20)
@@ -538,7 +532,7 @@ async def test_a_replica_of_another_version_is_not_used(
     assert came[0] == wire.greeting(wire.own_version())
     assert roster.members == ()
     both = f"it runs maxsimd 9.9.9, and this process {wire.own_version()}; run the same version everywhere"
-    assert [record.getMessage() for record in caplog.records] == [f"replica 0 is not used: {both}"]
+    assert caplog.messages == [f"replica 0 is not used: {both}"]
 
 
 @pytest.mark.parametrize(
@@ -559,7 +553,7 @@ async def test_a_front_of_another_version_is_refused(
     await engine.die()
     assert engine.seen == []
     both = f"it runs maxsimd {named}, and this process {wire.own_version()}; run the same version everywhere"
-    assert [record.getMessage() for record in caplog.records] == [f"a front that asks is refused: {both}"]
+    assert caplog.messages == [f"a front that asks is refused: {both}"]
 
 
 async def test_scores_of_two_models_are_never_mixed(tmp_path: Path) -> None:
@@ -682,13 +676,9 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_errors_survive_the_way() -> None:
-    for error in (
-        errors.InvalidRequestError("m", "documents"),
-        errors.QueueFullError("m", 2.5, "wait"),
-        errors.RequestTimeoutError("m"),
-        errors.RequestFailedError("m"),
-        errors.EngineNotReadyError("m"),
-    ):
+    plain = (errors.RequestTimeoutError, errors.RequestFailedError, errors.EngineNotReadyError)
+    telling_more = errors.InvalidRequestError("m", "documents"), errors.QueueFullError("m", 2.5, "wait")
+    for error in (*telling_more, *(kind("m") for kind in plain)):
         for back in (wire.as_error(wire.as_failed(error)), pickle.loads(pickle.dumps(error))):
             assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
     failed = wire.as_failed(errors.InvalidRequestError("documents[1] is like queries[1]", "documents"))

@@ -1,6 +1,7 @@
 """Every field of every request on its way from the wire to the engine, route by route."""
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -208,12 +209,8 @@ TEXTS = {
 @pytest.fixture
 def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
     """Its engine notes how it is called, which is all that is looked at here, and runs nothing."""
-
-    async def refuse(*texts: Any, **options: Any) -> Any:
-        raise InvalidRequestError("not run")
-
     for method in ("score", "rerank", "embed", "embed_tokens", "classify"):
-        monkeypatch.setattr(Engine, method, refuse)
+        monkeypatch.setattr(Engine, method, AsyncMock(side_effect=InvalidRequestError("not run")))
     return Caller(engine)
 
 
@@ -344,6 +341,7 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
 async def test_names_that_say_how_texts_are_read(engine: RecordingEngine) -> None:
     caller = Caller(engine, served_model_name=("mine", "mine:query", "a@b"))
     rank, embed = ("/rerank", RERANK_BODY), ("/v1/embeddings", {"input": "d"})
+    with_task = (embed[0], {"input": "d", "task": "retrieval.query"})
     # A whole name that is served comes first.
     for (path, body), name in ((embed, "mine:document"), (embed, "a@b:document"), (rank, "mine:query")):
         assert (await caller.post(path, body | {"model": name})).status == 200
@@ -352,11 +350,7 @@ async def test_names_that_say_how_texts_are_read(engine: RecordingEngine) -> Non
         (("/pooling", {"input": "d", "task": "classify"}), "mine@b", "give the model's name alone"),
         (("/tokenize", {"prompt": "d"}), "mine@b", "give the model's name alone"),
         (embed, "mine@b", "no prompt named 'b'"),
-        (
-            (embed[0], {"input": "d", "task": "retrieval.query"}),
-            "mine:document",
-            "task 'retrieval.query' cont",
-        ),
+        (with_task, "mine:document", "task 'retrieval.query' cont"),
         ((embed[0], {"input": "d", "prompt_name": "c"}), "mine@b", "contradicts the model's name `mine@b`"),
     ):
         await caller.refused(path, body | {"model": name}, 400, says=says)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -70,11 +71,7 @@ async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEng
     question = job.question(np.arange(len(TEXTS)), None)
     asked = decode_to_engine(encode(Ask(1, question)))
     assert isinstance(asked, Ask)
-
-    async def nothing_before(answer: object) -> None:
-        raise AssertionError(answer)
-
-    answer = await EngineAnswers(engine)(asked.question, nothing_before)
+    answer = await EngineAnswers(engine)(asked.question, AsyncMock(side_effect=AssertionError))
     arrived = decode_to_front(encode(Reply(1, answer))).answer
     assert isinstance(arrived, EmbeddedSparse)
     expected = (await engine.embed_sparse(TEXTS, input_type="query")).embeddings

@@ -3,12 +3,13 @@
 import base64
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from maxsimd.api.answer import ApiError
-from maxsimd.api.handlers.rerank import RANK, RerankRequest
+from maxsimd.api.handlers.rerank import RANK
 from maxsimd.api.handlers.route import answered_as
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE
@@ -200,12 +201,9 @@ async def test_what_is_no_request_is_refused(caller: Caller) -> None:
     ):
         await caller.refused("/invocations", body, 400, says=message)
     await caller.refused("/invocations", {"input": "a", "model": "none"}, 404, "model")
-
-    def read(request: RerankRequest, most: int) -> None:
-        raise RecursionError
-
+    failing = RANK._replace(read=Mock(side_effect=RecursionError))
     with pytest.raises(ApiError, match="arrays and objects in the body are nested too deeply"):
-        await answered_as(RANK._replace(read=read), caller.state, {"query": "q"}, "/")
+        await answered_as(failing, caller.state, {"query": "q"}, "/")
 
 
 async def test_text_becomes_tokens(caller: Caller) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -76,7 +76,6 @@ ROTARY: dict[str, dict[str, Any]] = {
                     "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3": {"head_dim": 16, "num_key_value_heads": 2},
 }  # fmt: skip
-
 
 # One of each place of norms, kind of norm and activation.
 MAIN = {"jina_embeddings_v3", "modernbert, biased", "gemma3_text", "qwen3"}
@@ -174,10 +173,7 @@ def test_modules_with_broken_kernels_stay() -> None:
     def wrong(*given: Any, **options: Any) -> torch.Tensor:
         return 1.01 * elementwise.norm_reference(*given, **options)
 
-    def failing(*given: Any, **options: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image")
-
-    for broken in (wrong, failing):
+    for broken in (wrong, Mock(side_effect=RuntimeError("no kernel image"))):
         with plain_kernels(), patch.object(elementwise, "norm", broken), logged() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
     expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"

@@ -1,6 +1,7 @@
 """Faster linear layers against the plain ones: by torch, and in int8 without AVX-512 BF16."""
 
 from collections.abc import Callable, Iterator, Mapping
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -98,12 +99,9 @@ class Saturating(int8.PlainProduct):
 
 
 def test_the_finest_path_that_is_right_is_taken() -> None:
-    def fail(weights: int8.RoundedWeights) -> int8.PlainProduct:
-        raise RuntimeError("no such operator")
-
     assert not int8.is_right(int8.Path("saturating", 127, Saturating))
     assert int8.is_right(int8.Path("saturating", 63, Saturating))
-    for wrong in (Saturating, fail):
+    for wrong in (Saturating, Mock(side_effect=RuntimeError("no such operator"))):
         assert int8.choose([int8.Path("wrong", 127, wrong)]) == int8.PLAIN
     fine, coarse = int8.Path("fine", 127, int8.PlainProduct), int8.Path("coarse", 63, int8.PlainProduct)
     assert int8.choose([fine, coarse]).most == 127

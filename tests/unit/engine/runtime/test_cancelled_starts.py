@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -110,15 +111,14 @@ async def test_cancelled_starts_load_in_turns(config: EngineConfig, monkeypatch:
 
 async def test_a_failed_start_closes_its_cache(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before, engine = threads(), Engine(config)
-
-    def fail(*_: Any) -> Any:
-        raise ModelLoadError("it cannot be prepared")
-
     with monkeypatch.context() as patched:
-        patched.setattr(load_module, "prepare", fail)
+        patched.setattr(load_module, "prepare", Mock(side_effect=ModelLoadError("it cannot be prepared")))
         for _ in range(2):
             with pytest.raises(ModelLoadError, match="cannot be prepared"):
                 await engine.start()
+    monkeypatch.setattr(Engine, "_launch", AsyncMock(side_effect=asyncio.CancelledError))
+    with pytest.raises(ModelLoadError, match="cancelled from inside"):
+        await engine.start()
     assert threads() == before
 
 
@@ -228,15 +228,6 @@ async def test_a_model_whose_code_ends_its_load_fails_alone(
             with stages.LOADING:
                 pass
     assert threads() == before
-
-
-async def test_a_start_cancelled_inside_fails(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def launch(*_: Any) -> Any:
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(Engine, "_launch", launch)
-    with pytest.raises(ModelLoadError, match="cancelled from inside"):
-        await Engine(config).start()
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])

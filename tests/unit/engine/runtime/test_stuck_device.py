@@ -74,7 +74,6 @@ async def test_a_stuck_engine_says_so_and_starts_again_once(
         cause: Any = line.exc_info[1]
         assert "maxsimd-device:" in cause.__notes__[0]
         assert "in here" in cause.__notes__[0]
-
         assert engine.restart_obstacle is None
         await engine.start()
         assert num_left_behind() == 1
@@ -82,7 +81,6 @@ async def test_a_stuck_engine_says_so_and_starts_again_once(
         assert engine.death is None
         assert await _score(engine) == right
         assert engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total") == 1
-
         sticking.stick(engine)
         with pytest.raises(EngineDeadError):
             await _score(engine)
@@ -95,14 +93,11 @@ async def test_a_stuck_engine_says_so_and_starts_again_once(
 async def test_numbers_that_never_arrive_end_the_engine_too(
     sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
-    class Never:
-        def synchronize(self) -> None:
-            sticking.here()
-
+    never = SimpleNamespace(synchronize=sticking.here)
     async with Engine(config) as engine:
         right = await _score(engine)
         with monkeypatch.context() as patched:
-            patched.setattr(scoring_module, "record_arrival", lambda device: Never())
+            patched.setattr(scoring_module, "record_arrival", lambda device: never)
             with pytest.raises(EngineDeadError):
                 await _score(engine)
         await engine.start()

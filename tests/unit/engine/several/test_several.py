@@ -288,12 +288,9 @@ def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
 
 
 async def test_an_exit_in_one_models_code_ends_that_model_alone(config: EngineConfig) -> None:
-    def leave() -> None:
-        raise SystemExit(3)
-
     async with Engines({"a": config, "b": config}) as engines:
         right = (await engines["a"].score("a", ["b"])).scores
-        _breaking(engines, "b", leave)
+        _breaking(engines, "b", Mock(side_effect=SystemExit(3)))
         with pytest.raises(errors.EngineDeadError, match="ended by SystemExit"):
             await engines["b"].score("a", ["b"])
         assert (await engines["a"].score("a", ["b"], cache="bypass")).scores == right
