@@ -127,16 +127,13 @@ def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | 
     return scheduler
 
 
-@pytest.mark.parametrize(
-    ("sequences", "expected"),
-    [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
-)
-def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(sequences: int, expected: list[Spans]) -> None:
-    scheduler = one_that_waits_to_be_cut(sequences)
-    assert [spans(scheduler.schedule()) for _ in range(2)] == expected
-
-
-def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
+def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest() -> None:
+    scheduler = one_that_waits_to_be_cut(sequences=2)
+    steps = [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]
+    assert [spans(scheduler.schedule()) for _ in range(2)] == steps
+    scheduler = one_that_waits_to_be_cut(sequences=1)
+    assert [spans(scheduler.schedule()) for _ in range(2)] == [[(2, 200, 250)], [(1, 0, 100)]]
+    # The oldest takes the next cut past many others.
     scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number), tenant="b")
@@ -182,11 +179,8 @@ def in_order(lengths: list[int], chunked: bool = False) -> list[Spans]:
 
 
 def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
-    assert in_order([2, 9, 3, 4, 5, 1]) == [
-        [(0, 0, 2), (2, 0, 3), (3, 0, 4), (5, 0, 1)],
-        [(1, 0, 9)],
-        [(4, 0, 5)],
-    ], "what does not fit the step is passed"
+    steps = [[(0, 0, 2), (2, 0, 3), (3, 0, 4), (5, 0, 1)], [(1, 0, 9)], [(4, 0, 5)]]
+    assert in_order([2, 9, 3, 4, 5, 1]) == steps, "what does not fit the step is passed"
     assert in_order([3, 12, 4], chunked=True)[0] == [(0, 0, 3), (2, 0, 4), (1, 0, 3)]
     assert in_order([5] + [6] * 64 + [5])[0] == [(0, 0, 5)], "one beyond the next ones is not looked for"
     assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]

@@ -187,6 +187,7 @@ async def test_unembedded_padding_is_fine(with_extra_token: Callable[[Build], st
     tokenizer.save(path)
     async with Engine(EngineConfig(model=str(folder), dtype="float32")) as engine:
         assert len((await engine.score("a query", ["a document"])).scores) == 1
+    assert token_rows(object()) is None, "a backbone that does not say has no known number of them"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,3 @@ async def test_what_stands_around_texts_is_refused_at_load(
     folder = with_extra_token(build)
     with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
         await Engine(EngineConfig(model=folder, **options)).start()
-
-
-def test_a_backbone_that_does_not_say_has_no_known_number_of_rows() -> None:
-    assert token_rows(object()) is None
