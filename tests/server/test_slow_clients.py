@@ -6,6 +6,7 @@ import resource
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -76,22 +77,17 @@ def test_a_body_may_take_as_long_as_its_size_asks_for(strict_server: Server) -> 
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server) -> None:
-    before = cut(strict_server, "slow_reader")
-    client = RawClient(strict_server.url, receive_buffer=4096).send(post("/detokenize", LONG_ANSWER))
-    wait_for(lambda: cut(strict_server, "slow_reader") == before + 1)
-    wait_for(lambda: strict_server.metric("maxsimd_http_connections") == 1)
-    # Reset: else the system would hold the answer until the client has read it.
-    wait_for(lambda: client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET)
-    client.close()
-
-
-def test_a_client_that_asks_on_and_reads_nothing_is_cut_off(strict_server: Server) -> None:
-    before = cut(strict_server, "slow_reader")
-    # Their answers have some 10 MB, of which no single one is long.
-    ask = head("GET /metrics HTTP/1.1") * 1000
-    client = RawClient(strict_server.url, receive_buffer=4096).send(ask, post("/nope", RERANK)[:-1])
-    wait_for(lambda: cut(strict_server, "slow_reader") == before + 1)
-    client.close()
+    # The answers to many have some 10 MB, of which no single one is long.
+    many = [head("GET /metrics HTTP/1.1") * 1000, post("/nope", RERANK)[:-1]]
+    for asked in ([post("/detokenize", LONG_ANSWER)], many):
+        before = cut(strict_server, "slow_reader")
+        client = RawClient(strict_server.url, receive_buffer=4096).send(*asked)
+        wait_for(lambda before=before: cut(strict_server, "slow_reader") == before + 1)
+        wait_for(lambda: strict_server.metric("maxsimd_http_connections") == 1)
+        # Reset: else the system would hold the answers until the client has read them.
+        error = partial(client.socket.getsockopt, socket.SOL_SOCKET, socket.SO_ERROR)
+        wait_for(lambda error=error: error() == errno.ECONNRESET)
+        client.close()
 
 
 def test_a_connection_is_reused_after_an_unread_body(strict_server: Server) -> None:
