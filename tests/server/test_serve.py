@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -79,9 +80,7 @@ async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Ser
         await asyncio.wait_for(status, 60)
 
 
-async def test_a_server_listens_until_drained(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_listens_until_drained(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
     stops: list[Stop] = []
     monkeypatch.setattr(life, "Stop", lambda *given: stops.append(Stop(*given)) or stops[0])
@@ -115,10 +114,9 @@ async def test_a_server_listens_until_drained(
         assert answer.headers["Connection"] == "close"
         assert await asyncio.wait_for(server.status, 120) == 0
         assert not server.engine.is_healthy
-    messages = [record.getMessage() for record in caplog.records]
-    assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
-    assert f"{server.url}/" in messages
-    assert messages[-1] == "stopped"
+    assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in caplog.messages)
+    assert f"{server.url}/" in caplog.messages
+    assert caplog.messages[-1] == "stopped"
 
 
 async def test_a_dead_engine_ends_it(caplog: pytest.LogCaptureFixture, bert_cross_encoder: str) -> None:
@@ -140,12 +138,8 @@ async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, *
 
 async def test_a_bad_load_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no folder '/nowhere/at/all'" in await _refusal(caplog, "/nowhere/at/all")
-
-    async def fail(engine: Engine) -> None:
-        raise AttributeError("no such thing")
-
     caplog.clear()
-    monkeypatch.setattr(Engine, "start", fail)
+    monkeypatch.setattr(Engine, "start", AsyncMock(side_effect=AttributeError("no such thing")))
     line = await _refusal(caplog)
     assert line == "the model cannot be loaded: AttributeError: no such thing (--log-level debug says where)"
 
