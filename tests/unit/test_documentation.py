@@ -89,14 +89,10 @@ def test_pages_name_open_routes_and_reasons_of_cut_connections() -> None:
 
 def test_the_table_of_what_to_change_is_complete() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = [
-        line.split(" | ")
-        for line in page.split("## What to change")[1].splitlines()
-        if line.startswith(("| a ", "| an "))
-    ]
-    files = [
-        path for room in ROOMS for path in (ROOT / room).rglob("*.*") if path.suffix in (".py", ".cpp", ".md")
-    ]
+    lines = page.split("## What to change")[1].splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith(("| a ", "| an "))]
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.*")]
+    files = [path for path in paths if path.suffix in (".py", ".cpp", ".md")]
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
     assert len(rows) == 8
     for row in rows:
@@ -218,11 +214,8 @@ def _queries() -> list[str]:
 
 
 def test_dashboard_and_alerts_fit_the_metrics() -> None:
-    asked = {
-        name
-        for query in (*_queries(), *(rule["expr"] for rule in _rules()))
-        for name in re.findall(r"\b(?:maxsimd|process)_\w+", query)
-    }
+    queries = (*_queries(), *(rule["expr"] for rule in _rules()))
+    asked = {name for query in queries for name in re.findall(r"\b(?:maxsimd|process)_\w+", query)}
     assert len(asked) > 30
     assert asked <= _metrics()
     probes = "|".join(("/health", "/ready", "/ping", "/metrics"))

@@ -48,11 +48,8 @@ def test_new_tensors_name_their_precision() -> None:
     made = re.compile(r"torch\.(zeros|ones|empty|rand|randn|linspace|eye|full)")
     for path in [path for room in ("engine", "pooling") for path in (ROOT / room).rglob("*.py")]:
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(call, ast.Call)
-                and made.fullmatch(ast.unparse(call.func))
-                and path.parent.name != "models"
-            ):
+            makes = isinstance(call, ast.Call) and made.fullmatch(ast.unparse(call.func))
+            if makes and path.parent.name != "models":
                 of_integers = re.search(r"full\(.*(_id|_start|_NOWHERE)\b", ast.unparse(call))
                 assert of_integers or any(each.arg == "dtype" for each in call.keywords), (path, call.lineno)
 

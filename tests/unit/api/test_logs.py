@@ -156,5 +156,4 @@ def test_frequent_events_log_few(caplog: pytest.LogCaptureFixture, monkeypatch: 
     seldom = SeldomLogger(logging.getLogger("a"), seconds=10)
     for _ in range(5):
         seldom.warning("full: %d", 3)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["full: 3", "full: 3 (3 times since this was logged last)"]
+    assert caplog.messages == ["full: 3", "full: 3 (3 times since this was logged last)"]

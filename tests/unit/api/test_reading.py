@@ -40,16 +40,13 @@ def test_texts_come_under_several_names_of_which_one_is_read() -> None:
 
 
 def test_missing_texts_are_told_by_their_field() -> None:
+    empty = 'queries[1] is an object without a "text" or "content" string'
     for body, param, message in (
         ({}, "queries", "queries and documents are missing"),
         ({"documents": "d", "data_2": "e"}, "queries", "queries and documents are missing"),
         ({"queries": "q"}, "documents", "documents is missing"),
         ({"data_1": "q"}, "data_2", "data_2 is missing"),
-        (
-            {"queries": ["q", {}], "documents": "d"},
-            "queries",
-            'queries[1] is an object without a "text" or "content" string',
-        ),
+        ({"queries": ["q", {}], "documents": "d"}, "queries", empty),
     ):
         with _refused(param, message):
             texts_to_score(ScoreRequest(**body), 9)
@@ -130,13 +127,9 @@ def test_rank_fields_have_a_bounded_size_and_depth() -> None:
     assert read(nested(32)) == 1
     many = "of documents[%d], the lists and objects that rank_fields names have more than 10000"
     deep = "the field `a` of documents[0] has more than 32 lists and objects within each other; "
-    for said, values in (
-        (many % 1, [half[0], [*half[0], 1]]),
-        (many % 2, [*half, []]),
-        (deep, [nested(400)]),
-    ):
+    for said, rows in ((many % 1, [half[0], [*half[0], 1]]), (many % 2, [*half, []]), (deep, [nested(400)])):
         with pytest.raises(InvalidRequestError, match=re.escape(said)):
-            read(*values)
+            read(*rows)
 
 
 def test_teis_words_count_more_than_the_servers_default() -> None:

@@ -17,7 +17,6 @@ from tests.exhaustive import exhaustive
 
 pytest.importorskip("triton")
 
-
 # Kernels that `make test` compiles: those of other tests for one generation, and one or two for the others.
 FEW = (
     MaxSimLaunch(90, 32), MaxSimLaunch(90, 32, documents="i8"), MaxSimLaunch(80, 32), MaxSimLaunch(100, 32),
@@ -30,11 +29,8 @@ def launches() -> list[MaxSimLaunch]:
     found = [launch for capability in (80, 90, 100) for launch in maxsim_launches(capability)]
     found += [MaxSimLaunch(90, 32, 128, documents, "fp16") for documents in ("fp16", "i8")]
     found += [MaxSimLaunch(90, 32, dim, "i8", "fp32") for dim in (42, 128)]
-    found += [
-        MaxSimLaunch(90, query, documents=dtype, split=True)
-        for query in QUERY_CLASSES
-        for dtype in ("bf16", "i8")
-    ]
+    for dtype in ("bf16", "i8"):
+        found += [MaxSimLaunch(90, query, documents=dtype, split=True) for query in QUERY_CLASSES]
     # Cards with less shared memory than those of data centres.
     return [*found, MaxSimLaunch(86, 1024), MaxSimLaunch(86, 32, 1024), MaxSimLaunch(86, 1024, 512)]
 

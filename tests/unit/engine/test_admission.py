@@ -160,15 +160,12 @@ async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
 
 async def test_a_request_above_its_own_limits_is_too_large() -> None:
     door = Door(tenants={"a": Tenant(max_request_tokens=70), "b": Tenant(max_request_tokens=9000)})
+    raised = r"71 tokens, more than the 70 .* or have max_request_tokens of the tenant 'a' raised$"
     for tokens, options, message in (
         (100, {"timeout": 1.0}, r"1\.1 seconds by itself, more than its timeout of 1;"),
         (5000, {}, r"5001 tokens, more than the 5000 that .* or raise max_request_tokens$"),
         (5000, {"tenant": "b"}, "5001 tokens, more than the 5000"),
-        (
-            70,
-            {"tenant": "a"},
-            r"71 tokens, more than the 70 .* or have max_request_tokens of the tenant 'a' raised$",
-        ),
+        (70, {"tenant": "a"}, raised),
     ):
         door.ask(20, counted=tokens, **options)
         with pytest.raises(RequestTooLargeError, match=message):

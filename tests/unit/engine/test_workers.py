@@ -114,7 +114,6 @@ def test_work_that_is_withdrawn_or_fails_harms_no_other(pool: WorkerPool) -> Non
     first.go_on.set()
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
     assert not begun
-
     with pytest.raises(SystemExit, match="broken"):
         pool.submit(lambda: sys.exit("broken"), SMALL).future.result(PATIENCE)
     with pytest.raises(RuntimeError, match="StopIteration"):

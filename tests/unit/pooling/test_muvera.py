@@ -36,10 +36,7 @@ def plain_normals(seed: int, number: int, count: int) -> list[float]:
     for first, second in zip(drawn[::2], drawn[1::2], strict=False):
         radius = math.sqrt(-2 * math.log(((first >> 11) + 1) / 2**53))
         angle = 2 * math.pi * (second >> 11) / 2**53
-        made += [
-            round(radius * math.cos(angle) * 65536) / 65536,
-            round(radius * math.sin(angle) * 65536) / 65536,
-        ]
+        made += [round(radius * part * 65536) / 65536 for part in (math.cos(angle), math.sin(angle))]
     return made[:count]
 
 

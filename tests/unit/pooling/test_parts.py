@@ -100,9 +100,8 @@ def test_chunks_are_put_together_by_where_they_start() -> None:
     sequence = text(1, 6)
     method = methods.AllPool(as_is)
     for start in (2, 0, 2):
-        method.pool(
-            numbered(6)[start : start + 2], methods.PoolingCursor((Chunk(sequence, start, start + 2),), (0,))
-        )
+        cursor = methods.PoolingCursor((Chunk(sequence, start, start + 2),), (0,))
+        method.pool(numbered(6)[start : start + 2], cursor)
     items = method.pool(numbered(6), methods.PoolingCursor((Chunk(sequence, 4, 6),), (4,)))
     assert items.values[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 

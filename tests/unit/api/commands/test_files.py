@@ -26,14 +26,10 @@ TEXTS = ["Open a file.", 'one, "two"', "Käse, 東京 and 🎉.", "a\tb"]
 
 def _written(kind: str) -> bytes:
     ids = [f"d{i}" for i in range(len(TEXTS))]
-    rows = [{"_id": i, "text": text} for i, text in zip(ids, TEXTS, strict=True)]
-    plain = {
-        "lines": "\n\n".join(TEXTS),
-        "jsonl": "\n".join(map(json.dumps, rows)),
-        "json": json.dumps(TEXTS),
-    }
-    if kind in plain:
-        return plain[kind].encode()
+    rows = [{"_id": i, "text": each} for i, each in zip(ids, TEXTS, strict=True)]
+    text = {"lines": "\n\n".join(TEXTS), "jsonl": "\n".join(map(json.dumps, rows)), "json": json.dumps(TEXTS)}
+    if kind in text:
+        return text[kind].encode()
     if kind == "parquet":
         out = io.BytesIO()
         parquet.write_table(pyarrow.table({"id": ids, "passage": TEXTS}), out)

@@ -148,9 +148,7 @@ def large(body: Any) -> bytes:
     return json.dumps(body).encode().ljust(LARGE_BODY + 1)
 
 
-async def test_too_much_in_a_body_is_a_413(
-    caller: Caller, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_much_in_a_body_is_a_413(caller: Caller, engine: RecordingEngine, monkeypatch: Any) -> None:
     """Ten documents may have 200 arrays and objects and 400 strings, names of fields included."""
     empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
     assert (await caller.post("/rerank", large(empty))).status == 200

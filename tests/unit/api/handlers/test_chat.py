@@ -24,10 +24,8 @@ TEMPLATE = (
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MESSAGES = [
-    {"role": "system", "content": "Represent the user's text."},
-    {"role": "user", "content": "Open a file."},
-]
+SYSTEM, USER = {"role": "system", "content": "Represent the user's text."}, "Open a file."
+MESSAGES = [SYSTEM, {"role": "user", "content": USER}]
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,7 @@ from tests.unit import calling_handlers
 from tests.unit.calling_handlers import GOOD, HEAVY, POSTED, RERANK, Caller, RecordingEngine, error_of
 from tests.waiting import until
 
-GUARDED = [
-    each for each in GOOD if each[1] not in OPEN_ROUTES and each not in (("GET", "/"), ("GET", "/docs"))
-]
+GUARDED = [one for one in GOOD if one[1] not in OPEN_ROUTES and one not in (("GET", "/"), ("GET", "/docs"))]
 
 
 async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine) -> None:
@@ -166,10 +164,8 @@ async def test_pages_of_named_origins_alone_may_read_answers(caller: Caller) -> 
     for path, body, status in (("/rerank", RERANK, 200), ("/rerank", b"{", 400), ("/nope", b"", 404)):
         answer = await caller.ask("POST", path, body, {"origin": HERE})
         assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, HERE)
-        exposed = answer.headers["Access-Control-Expose-Headers"].lower().split(", ")
-        assert {"x-request-id", *(name for name in answer.headers if name.startswith("x-maxsimd"))} <= {
-            *exposed
-        }
+        exposed = {*answer.headers["Access-Control-Expose-Headers"].lower().split(", ")}
+        assert {"x-request-id", *(name for name in answer.headers if name.startswith("x-maxsimd"))} <= exposed
         assert answer.headers["Vary"] == "Origin"
     page = await caller.ask("GET", "/docs")
     assert page.headers["Vary"] == "Accept-Encoding, Origin"
@@ -198,11 +194,8 @@ async def test_a_browser_may_ask_without_a_key_whether_it_may_ask(engine: Record
     assert answer.headers["Access-Control-Allow-Methods"] == "DELETE, GET, HEAD, POST"
     assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type, x-stainless-os"
     assert answer.headers["Access-Control-Max-Age"] == "600"
-    for refused in (
-        PREFLIGHT | {"origin": "https://else.example"},
-        {"access-control-request-method": "POST"},
-        {"origin": HERE},
-    ):
+    elsewhere = PREFLIGHT | {"origin": "https://else.example"}
+    for refused in (elsewhere, {"access-control-request-method": "POST"}, {"origin": HERE}):
         assert (await caller.ask("OPTIONS", "/rerank", headers=refused)).status == 401
     assert (await caller.ask("POST", "/rerank", RERANK, PREFLIGHT)).status == 401
 
@@ -272,7 +265,6 @@ async def test_what_is_cancelled_or_late_is_not_worked_on(
     assert caller.metric("maxsimd_http_in_flight") == 0
     assert caller.metric("maxsimd_http_requests_total", route=path, status="499") == 1
     assert f"POST {path} 499 " in lines.records[-1].getMessage()
-
     with held_steps(engine):
         status, error = await caller.error(path, body | {"timeout": 0.02})
     assert (status, error["type"]) == (504, "TimeoutError")

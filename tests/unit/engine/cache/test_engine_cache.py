@@ -102,9 +102,7 @@ async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, docu
         np.testing.assert_allclose(result.scores, alone.scores, atol=1e-4)
 
 
-async def test_numbers_that_are_not_finite_are_not_cached(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_numbers_that_are_not_finite_are_not_cached(engine: Engine, monkeypatch: Any) -> None:
     runner, cache = engine.device_model.runner, engine.device_model.cache
     forward = runner.forward
     assert cache is not None

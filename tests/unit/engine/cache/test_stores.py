@@ -220,9 +220,8 @@ def test_a_key_depends_on_the_model_the_text_and_how_it_is_read() -> None:
     assert len(keys) == 7
     assert {len(found) for found in keys} == {32}
     # Later versions read the same folder: a key that is made otherwise would waste all its entries.
-    assert cache.key("a text", "as it is").hex() == (
-        "72a481beba34c14082bc2aeb4bae99a2f59fd660415335e7456fcb351c6aacd8"
-    )
+    digest = "72a481beba34c14082bc2aeb4bae99a2f59fd660415335e7456fcb351c6aacd8"
+    assert cache.key("a text", "as it is").hex() == digest
 
 
 def test_entries_go_to_memory_and_disk_and_leave_both(disk: DiskStore) -> None:
@@ -347,7 +346,6 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
 
 @pytest.mark.parametrize("end", ["clear", "close"])
 def test_reading_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
-
     def damaged() -> Iterator[tuple[bytes, cached.CachedEmbedding | None]]:
         while True:
             yield key(0), None

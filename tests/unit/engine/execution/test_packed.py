@@ -34,9 +34,8 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
     for i, length in enumerate(lengths):
         ids = (np.arange(length, dtype=np.int32) + 7 * i) % 97 + 1
         seen = attended[i] if attended else length
-        chunks.append(
-            Chunk(TokenSequence.text(i, ResultSlot(0, i), "all", Tokens(ids, attended_len=seen)), 0, length)
-        )
+        text = TokenSequence.text(i, ResultSlot(0, i), "all", Tokens(ids, attended_len=seen))
+        chunks.append(Chunk(text, 0, length))
     return Step(0, tuple(chunks))
 
 

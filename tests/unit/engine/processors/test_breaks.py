@@ -195,7 +195,6 @@ def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
     change = dict(GEMMA_CHANGES[name])
     if token := change.pop("vocab", None):
         few[token] = len(few)
-
     described["model"] = model | change
     breaks = find_breaks(Tokenizer.from_str(json.dumps(described)))
     assert breaks is None or breaks.all("a b") == []

@@ -116,11 +116,8 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
 
 def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_others() -> None:
     request = small.score_request(["w1"], ["w2", "\ud83d", "w3", "w2"], skip_unreadable=True, normalize=True)
-    similar = {
-        "tasks": {"token_embed": Task("all", torch.nn.Identity(), 8, normalized=True)},
-        "similarity": "maxsim",
-    }
-    plan = small.processors(model(**similar)).scores.prepare(request, request_ids())
+    tasks = {"token_embed": Task("all", torch.nn.Identity(), 8, normalized=True)}
+    plan = small.processors(model(tasks=tasks, similarity="maxsim")).scores.prepare(request, request_ids())
     assert (list(plan.errors), plan.num_values, plan.usage.prompt_tokens) == ([1], 2, 9)
     np.testing.assert_array_equal(plan.raw_scores([1.5, 3]), [1.5, np.nan, 3, 1.5])
     np.testing.assert_allclose(plan.scores([1.5, 3]), [0.5, np.nan, 1, 0.5])
@@ -166,9 +163,8 @@ def test_what_is_too_long_is_refused_by_its_index() -> None:
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
     prepare = small.processors(model(max_tokens=10_000), most_vectors=20).scores.prepare
     assert prepare(small.score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
-    with small.refused(
-        "documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"
-    ):
+    said = r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"
+    with small.refused("documents", said):
         prepare(small.score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
 
 

@@ -20,7 +20,6 @@ QUERY = "how is a file opened"
 QUERIES = [QUERY, "sort"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "x"] * 2
 
-
 SCALES = {
     "stanford_colbert": ScoreScale("maxsim", None, None),
     "native_multi_vector": ScoreScale("maxsim", None, None),

@@ -102,27 +102,18 @@ def _tokenizer(change: Callable[[Tokenizer], object]) -> Fault:
     return fault
 
 
+_OF_WORDS = r"a (query|document|text) \(\d+ words\)"
+_SPECIALS_READ = _tokenizer(lambda one: setattr(one, "encode_special_tokens", True))
+_UNENDED = _template(lambda one: replace(one, ids=(*one.ids[:-1], one.ids[-1][:0])))
 FAULTS: dict[str, tuple[Build, Fault, str]] = {
     "a prompt left out": (BI, _rules("query", prompt=""), r"a query \(a short text\)"),
     "the prompt pooled": (BI, _rules("document", pool_prompt=True), "a document .*tokens are pooled"),
     "the prompt of texts": (BI, _rules("text", prompt="passage: "), "a text "),
-    "a limit off by one": (
-        BI,
-        lambda patch, model: replace(model, max_tokens=model.max_tokens - 1),
-        r"a (query|document|text) \(\d+ words\)",
-    ),
+    "a limit off by one": (BI, lambda _, model: replace(model, max_tokens=model.max_tokens - 1), _OF_WORDS),
     "cut at the wrong end": (BI, _model(truncation_side="left"), r"words\)"),
     "case kept": (BI, _tokenizer(lambda one: setattr(one.normalizer, "lowercase", False)), "token .*UNK"),
-    "special tokens as words": (
-        BI,
-        _tokenizer(lambda one: setattr(one, "encode_special_tokens", True)),
-        "the token .* in it",
-    ),
-    "no special token behind": (
-        BI,
-        _template(lambda one: replace(one, ids=(*one.ids[:-1], one.ids[-1][:0]))),
-        "a query .*it has",
-    ),
+    "special tokens as words": (BI, _SPECIALS_READ, "the token .* in it"),
+    "no special token behind": (BI, _UNENDED, "a query .*it has"),
     "a marker left out": (LATE, _rules("document", prompt=""), r"a document \(a short text\).*token 1 is"),
     "expansion too short": (LATE, _expansion(length=31), r"a query .*it has 32 tokens, not 31"),
     "expansion by another token": (LATE, _expansion(token_id=0), "a query .*token"),

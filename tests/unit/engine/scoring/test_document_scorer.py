@@ -219,7 +219,6 @@ def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype,
         [arriving] = made.new_embeddings
         staged = {name: arriving.entry(i) for i, name in enumerate(arriving.keys)}
         assert len(maxsim.given) == 3, "one batch for all requests: without a key, with one, and again"
-
         hits = [scorers.SkippedSequence(ask(i, i % 3 + 1), staged[keys[i]]) for i in (3, 4)]
         batches = [
             cached_batch(i, [(ask(item, i).payload.slot, staged[keys[item]]) for item in (1, 4, 3)])
