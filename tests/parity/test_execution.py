@@ -29,17 +29,11 @@ def model(request: pytest.FixtureRequest) -> str | None:
 
 
 @on_one_loop
-async def test_bfloat16_by_torch_ranks_alike(model: str | None, engines: Engines, pairs: list[Pair]) -> None:
+async def test_bfloat16_and_int8_rank_alike(model: str | None, engines: Engines, pairs: list[Pair]) -> None:
     pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
     rank_alike(np.array(exact), np.array(rounded), 2**-6)
-
-
-@on_one_loop
-async def test_int8_ranks_nearly_as_float32(model: str | None, engines: Engines, pairs: list[Pair]) -> None:
-    pairs = pairs[:25]
-    exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)
     # The weights are random: rounding moves scores by some hundredths of their spread.
     assert spearmanr(exact, rounded).statistic >= 0.95
