@@ -16,7 +16,6 @@ aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BETWEEN_DEVICES = {aten.copy_, aten._to_copy}
 
-
 # Methods that Python answers from a copy of a tensor's numbers.
 _OF_THE_HOST = (torch.Tensor.tolist, torch.Tensor.__format__, torch.Tensor.__repr__)
 
@@ -66,7 +65,6 @@ def add_device() -> None:
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
-
 
 # Operations that torch asks of the device itself.
 _OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -24,7 +24,6 @@ POISON = "poison"
 _CLOSE = 1e-3
 _VECTORS = 40
 
-
 Headers = Mapping[str, str]
 
 

@@ -17,7 +17,6 @@ from tests.checkpoints.weights import SIZES, save_tensors, spread
 Tensors = dict[str, torch.Tensor]
 _QUERY, _VALUE = (f"bert.encoder.layer.1.attention.self.{part}" for part in ("query", "value"))
 
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rsLoRA": {"use_rslora": True},

@@ -23,7 +23,6 @@ GEMMA = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_
 # Templates of XLM-RoBERTa and RoBERTa for a text and a pair.
 ENDS = "<s> $A </s>", "<s> $A </s> </s> $B </s>"
 
-
 # How many words and pieces of BERT's the checkpoints have.
 WORDS = 8000
 # Words that tests take for one token each.

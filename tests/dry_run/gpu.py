@@ -327,7 +327,6 @@ PROPERTIES = SimpleNamespace(
     total_memory=80 << 30,
 )  # fmt: skip
 
-
 # The largest grid: 2^31 - 1 programs along x, 65535 along y and z.
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 

@@ -54,7 +54,6 @@ BUILDS: dict[str, Callable[[Path], str]] = {
     "SPLADE, heaviest words": partial(sparse_encoders.splade_heaviest, decoder=True),
 }
 
-
 Numbers = NDArray[np.float32]
 
 _SIDE = Path(__file__).with_name("vllm_side.py")

@@ -224,7 +224,6 @@ FAMILIES = [
            partial(references.bge_m3, weights=(0.4, 0.2, 0.4)), _PICKLED | {"score_type": HYBRID}),
 ]  # fmt: skip
 
-
 LISTWISE = Family(
     "jina-reranker-v3", "listwise", "jinaai/jina-reranker-v3", "JinaForRanking, code of its own",
     language_models.jina_reranker_v3,

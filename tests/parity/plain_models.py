@@ -69,7 +69,6 @@ class PlainEncoder:
 
 States = Callable[[PlainEncoder, torch.Tensor, torch.Tensor], torch.Tensor]
 
-
 Inner = Callable[[torch.Tensor, str, int], torch.Tensor]
 
 
@@ -265,7 +264,6 @@ jina_embeddings_v2 = partial(_embedder, states=jina_bert_states, pooling="mean",
 nomic_v2_moe = partial(
     _embedder, states=nomic_moe_states, pooling="mean", query="search_query: ", document="search_document: "
 )
-
 
 _USUAL = ("pooler.dense", "classifier")
 

@@ -116,7 +116,6 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
-
 # As Phi-3 and MiniCPM have it: other frequencies for all once one sequence is longer than 64 tokens.
 _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10_000.0, "factor": 8.0, "short_factor": [1.0] * 8,
@@ -200,7 +199,6 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(folder: Path) -> None
 
 
 SHARED_QUERY = "How is a file opened for reading, and what is returned when there is none of that name?"
-
 
 BUILDS = [
     language_models.qwen3_reranker, language_models.mxbai_rerank_v2, language_models.bge_reranker_v2_gemma,

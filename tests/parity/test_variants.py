@@ -164,7 +164,6 @@ _PADDED = ("in <pad> the reeds", "<pad><pad> by the thousand", "late in the year
 _TRANSFORMER = {"": "sentence_transformers.models.Transformer"}
 _PROMPTS = settings("config_sentence_transformers.json", **cross_encoders.PROMPTS)
 
-
 VARIANTS = [
     # Rerankers that score behind each layer are asked for one. Passages may be compressed behind layers.
     *(

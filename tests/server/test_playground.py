@@ -29,7 +29,6 @@ DOCUMENTS = [
     "Nothing of this.",
 ]  # fmt: skip
 
-
 ONE_OF_THE_VIEWS = pytest.mark.parametrize("view", ["light", *exhaustive(*list(VIEWS)[1:])])
 
 

@@ -230,7 +230,6 @@ for _ in range(20):
     called.acquire()
 """
 
-
 GIVES_UP = """
 import os, signal, threading, time
 from maxsimd import SyncEngine
@@ -254,7 +253,6 @@ except KeyboardInterrupt:
     pass
 """
 
-
 LEFT = """
 from maxsimd import EngineConfig, SyncEngine
 from maxsimd.api.cluster.data import ScoreRows
@@ -263,7 +261,6 @@ rows = ScoreRows(EngineConfig(model=MODEL, dtype="float32"))
 rows.score([{"query": "a", "documents": [f"b {i}" for i in range(300)]}])
 SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
 """
-
 
 NEVER_STOPPED = """
 import asyncio, atexit, threading
@@ -279,7 +276,6 @@ async def score():
 
 asyncio.run(score())
 """
-
 
 UNFINISHED = r"(stopping with \d requests unfinished when the grace is over\n)?"
 

@@ -32,7 +32,6 @@ FEW_ATTENTION = [
 PROJECTIONS = product(("fp32", "bf16", "fp16"), (80, 90, 100), (128, 1024))
 FEW_PROJECTIONS = [("bf16", 90, 128), ("fp32", 80, 1024)]
 
-
 ATTENTION = [
     (dtype, head_dim, capability, *variant)
     for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 128, 256)))
