@@ -29,11 +29,8 @@ from tests.chaos.traffic import Ask, Outcome, Pool, Texts, Verdict, malformed, r
 from tests.damage import DAMAGES, heed_permissions
 
 # Connections that stand still are cut within seconds, so that this happens too.
-_LIMITS = (
-    *("--limit", "header_seconds=3", "--limit", "transfer_seconds=3"),
-    *("--limit", "min_bytes_per_second=1000"),
-)
-_OPTIONS = ("--cache-mb", "1", "--limit", "cache_disk_mb=12", "--log-level", "warning", *_LIMITS)
+_LIMITS = ("header_seconds=3", "transfer_seconds=3", "min_bytes_per_second=1000", "cache_disk_mb=12")
+_OPTIONS = ("--cache-mb", "1", "--log-level", "warning", *(f"--limit={each}" for each in _LIMITS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,7 @@ from tests.checkpoints.cross_encoders import MODERNBERT
 from tests.checkpoints.tokenizers import WORDS, wordpiece, xlm_roberta
 
 _BERT = {"hidden_size": 64, "intermediate_size": 128}
-OF_TOKENS: dict[str, Any] = {
-    "activation_function": torch.nn.Identity(),
-    "module_input_name": "token_embeddings",
-}
+OF_TOKENS: Any = {"activation_function": torch.nn.Identity(), "module_input_name": "token_embeddings"}
 
 
 def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) -> str:

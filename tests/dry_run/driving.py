@@ -52,7 +52,6 @@ BACKENDS: dict[str, Callable[[], Any]] = {"triton": TritonBackend, "torch": Grou
 # The steps that are captured, and the largest is larger than those that tests run.
 SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 32))
 
-
 # A model on the CPU, and how it was proven to run.
 Loaded = tuple[LoadedModel, Execution]
 
@@ -334,11 +333,8 @@ def pictures(on: OnGPU) -> None:
     """Pictures and what is made of them, beside a text and, where the model can, cut."""
     ids = Ids(on.model)
     pages = [replace(page, sequence_id=next(ids.next)) for page in random_pages(on.model, ids.task)]
-    jobs = [
-        scheduler.ImageJob(image.image_id, 0, 1, 0, image.inputs)
-        for page in pages
-        for image in page.tokens.images
-    ]
+    images = [image for page in pages for image in page.tokens.images]
+    jobs = [scheduler.ImageJob(image.image_id, 0, 1, 0, image.inputs) for image in images]
     on.run(Step(0, (), (), tuple(jobs)))
     on.run(step_of(*pages, ids.text(9)))
     if on.runner.chunked:

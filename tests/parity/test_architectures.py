@@ -47,9 +47,7 @@ async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkp
             await _ours(architecture, checkpoint)
         return
     expected = architectures.reference(architecture, checkpoint, sample_pairs())
-    assert architectures.difference_of_inputs(expected) >= 0.1, (
-        "it must tell texts apart, or this test shows nothing"
-    )
+    assert architectures.difference_of_inputs(expected) >= 0.1, "texts must differ, or this shows nothing"
     ours = await _ours(architecture, checkpoint)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 

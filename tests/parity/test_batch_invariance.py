@@ -17,9 +17,7 @@ from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.selection import with_default
 
-pytestmark = pytest.mark.skipif(
-    not kernels.is_available(), reason="this processor cannot run the kernels that keep bits"
-)
+pytestmark = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run our kernels")
 
 QUERY = "How is a file opened and read?"
 PRECISIONS: dict[str, dict[str, Any]] = {

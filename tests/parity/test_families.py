@@ -25,12 +25,9 @@ ROUNDED = {"GTE-ModernColBERT", "DeBERTa-v2", "Qwen3-Reranker", "monoT5", "SPLAD
 
 # Not where tokens are merged: which ones are can hang on the last bit of a distance. All embeddings of bge-m3
 # are compared in test_bge_m3.py.
-EMBEDDING = [
-    family
-    for family in FAMILIES
-    if family.kind in ("bi-encoder", "late-interaction")
-    and family.name not in ("native multi-vector, token pooling", "bge-m3, multi-vector")
-]
+_OTHERS = ("native multi-vector, token pooling", "bge-m3, multi-vector")
+_APART = [family for family in FAMILIES if family.kind in ("bi-encoder", "late-interaction")]
+EMBEDDING = [family for family in _APART if family.name not in _OTHERS]
 # Short convolutions hold no state between chunks, so that texts longer than the budget are cut to it.
 CAUSAL = [family for family in FAMILIES if family.causal and family.packed and family.name != "LFM2-ColBERT"]
 

@@ -119,11 +119,8 @@ async def test_chunks_equal_a_plain_reading(
 async def test_what_has_no_plain_meaning_is_refused(
     checkpoints: SharedCheckpoints, engines: Engines, qwen3_embedding: str
 ) -> None:
-    for checkpoint, reason in (
-        (checkpoints(bi_encoders.bge), "first token"),
-        (qwen3_embedding, "last token"),
-    ):
-        engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    for path, reason in ((checkpoints(bi_encoders.bge), "first token"), (qwen3_embedding, "last token")):
+        engine = await engines(EngineConfig(model=path, dtype="float32"))
         with pytest.raises(InvalidRequestError, match=reason):
             await engine.embed(["a", "b"], late_chunking=True)
     engine = await engines(EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32"))

@@ -356,7 +356,6 @@ _ADAPTERS: list[Case] = [
     ],
 ]  # fmt: skip
 
-
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 133466304\n"
 _SECOND = "model-00002-of-00002.safetensors"
 _ADAPTER = partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"])
@@ -487,7 +486,6 @@ _DAMAGED: list[Case] = [
     (_ADAPTER, settings(_LORA, base_model_name_or_path=None), {},
      "adapter_config.json of .* names no base; set base_model_name_or_path"),
 ]  # fmt: skip
-
 
 _MODULES, _TWICE = cross_encoders.scored_by_modules, "{{ messages[0].content }} {{ messages[0].content }}"
 _TRANSFORMER = "sentence_transformers.models.Transformer"
@@ -717,21 +715,14 @@ def test_two_sparse_are_refused(splade: str, changed: Changed, tmp_path: Path) -
             for build in (t5.monot5, bi_encoders.embeddinggemma)
         ),
         (sparse_encoders.splade, None, {"cache_precision": "int8"}, "would round the ids of words"),
-        (
-            cross_encoders.qwen3_in_chat,
-            written("chat_template.jinja", "{{ messages[0].content }}"),
-            {},
-            "does not read a pair: .*'document' content does not reach .*; check its configuration$",
-        ),
-        (
-            bi_encoders.gte,
-            _both(settings("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"), _bytes_last),
-            {},
-            "tokenizer.json .* put TemplateProcessing last",
-        ),
+        (cross_encoders.qwen3_in_chat, written("chat_template.jinja", "{{ messages[0].content }}"), {},
+         "does not read a pair: .*'document' content does not reach .*; check its configuration$"),
+        (bi_encoders.gte,
+         _both(settings("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"), _bytes_last), {},
+         "tokenizer.json .* put TemplateProcessing last"),
         (cross_encoders.bert, added("classifier.weight", torch.full((1, 128), 1e38)), {}, "not finite"),
     ],
-)
+)  # fmt: skip
 async def test_what_cannot_be_run_is_refused_by_the_engine(
     build: Build, edit: Edit | None, options: dict[str, Any], message: str, changed: Changed
 ) -> None:
@@ -782,7 +773,6 @@ _RENAMED = {
     ),
     "encoder.layer.1.attention.o_proj.bias": ("layers.1.self_attn.o_proj.bias",),
 }
-
 
 DAMAGES = {
     "renamed": changes.renamed, "missing": changes.dropped, "of another shape": changes.with_another_row,
@@ -836,7 +826,6 @@ _BEHIND = [
     )
     for damage in damages
 ]
-
 
 _USUAL = [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "with a NaN"))]
 

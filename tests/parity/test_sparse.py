@@ -152,9 +152,7 @@ async def test_pickles_are_not_read(
     assert load_model(alibaba, CPU).similarity == "maxsim", "the mean is that of bge-m3's own layer"
 
 
-async def test_a_table_of_queries_that_is_not_read_is_said(
-    changed: Changed, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_table_of_queries_that_is_not_read_is_said(changed: Changed, caplog: Any) -> None:
     path = changed(sparse_encoders.plain, written("idf.json", "{}"))
     load_model(EngineConfig(model=path, score_type="sparse"), CPU)
     assert "idf.json, which is not read: queries are read by the model, as documents are" in caplog.text

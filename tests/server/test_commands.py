@@ -201,9 +201,7 @@ def test_eval_is_ir_measures(tmp_path: Path, bge: str, small_engine: SyncEngine,
     (tmp_path / "qrels").mkdir()
     for name, records in (("corpus", documents), ("queries", queries)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    (tmp_path / "qrels/test.tsv").write_text(
-        "\n".join(["query-id\tcorpus-id\tscore", *rows]), encoding="utf-8"
-    )
+    (tmp_path / "qrels/test.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *rows]))
     (tmp_path / "other.txt").write_text("x 0 y 1\n", encoding="utf-8")
     more_judged = tmp_path / "more.tsv"
     more_judged.write_text("\n".join([*rows, "q0\tnone\t1", "q99\td0\t1"]), encoding="utf-8")

@@ -105,11 +105,7 @@ def test_a_picture_scores_the_same_from_everywhere(pages: Server, media_host: st
 
 
 def test_texts_and_pictures_are_ranked_together(pages: Server) -> None:
-    documents = [
-        "a plain text",
-        {"content": [part(FIRST)]},
-        {"content": [{"type": "text", "text": "a part"}]},
-    ]
+    documents = ["a text", {"content": [part(FIRST)]}, {"content": [{"type": "text", "text": "a part"}]}]
     alone = [score_of(pages, document) for document in documents]
     for path in ("/rerank", "/invocations"):
         answer = post(pages, path, query="what is this?", documents=documents)

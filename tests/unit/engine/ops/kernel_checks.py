@@ -89,9 +89,7 @@ def quantised(items: Ragged) -> Ragged:
     return Ragged((items.values / scales[:, None]).round().to(torch.int8), items.offsets, scales)
 
 
-AMPERE, HOPPER, BLACKWELL = (
-    Limits(generation, kib * 1024, 1) for generation, kib in ((8, 163), (9, 227), (10, 227))
-)
+AMPERE, HOPPER, BLACKWELL = (Limits(major, kib * 1024, 1) for major, kib in ((8, 163), (9, 227), (10, 227)))
 SIZES = [
     (128, torch.bfloat16, HOPPER), (128, torch.float16, BLACKWELL), (96, torch.bfloat16, HOPPER),
     (200, torch.float32, AMPERE), (1024, torch.bfloat16, HOPPER),
@@ -231,7 +229,6 @@ def check_maxsim_beyond_32_bits(device: str) -> None:
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
-
 
 # Queries, keys, warps and stages of tiles that are small, so that short sequences have blocks whose keys all
 # queries see, blocks at either edge, and blocks that are cut; None for the kernel's own.
