@@ -29,6 +29,7 @@ from maxsimd.bench.peers import OURS, QUANTIZED, SHAPES, Arena, Load, Results, m
 from maxsimd.bench.peers import Outcome as PeerOutcome
 from maxsimd.bench.report import Outcome, Report, run_and_clean_up
 from maxsimd.engine import EngineConfig
+from maxsimd.engine.ops import cpu as kernels
 from tests.processes import process_of
 from tests.waiting import wait_for
 
@@ -94,6 +95,7 @@ def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
     assert figures["sequence_by_sequence_ms"] > 0
     _, figures = written("products", "--rows", "40", "--rounds", "1")
     assert all(0 < each["share_of_peak"] < 1.1 for each in figures.values())
+    assert bool(figures) is kernels.is_available()
     settings, figures = written("cache", "--documents", "5", "--rounds", "1", "--threads", "1")
     assert settings == {"documents": 5, "rounds": 1, "threads": 1}
     assert figures["kendall_tau"] > 0.9

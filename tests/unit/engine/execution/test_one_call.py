@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AlbertConfig, BertConfig, XLMRobertaConfig
@@ -81,6 +82,10 @@ def plainly(layer: products.Layer, hidden: torch.Tensor, sequences: torch.Tensor
     lengths=LENGTHS, size=st.sampled_from([HIDDEN, 1024]), count=st.integers(1, 3),
     firsts_only=st.booleans(), tiles=st.booleans(),
 )  # fmt: skip
+# Several blocks of rows for each thread, and one.
+@example(lengths=[70] * 22, size=HIDDEN, count=2, firsts_only=False, tiles=True)
+@example(lengths=[61] * 10, size=1024, count=3, firsts_only=False, tiles=True)
+@example(lengths=[61] * 10, size=HIDDEN, count=3, firsts_only=False, tiles=False)
 @settings(deadline=None, max_examples=25)
 def test_a_call_is_exact(
     pack: Pack, lengths: list[int], size: int, count: int, firsts_only: bool, tiles: bool
@@ -194,6 +199,8 @@ def test_steps_run_faster(served: tuple[LoadedModel, PackedRunner], caplog: pyte
     # A small gain of small steps, shown second to fourth, counts if no later timing takes it back.
     assert one_call_of(served, *[2.0] * 8, *[1.9, 2.0] * 1000).takes(make_step([FEW_ROWS, 1]))
     assert f"steps of up to {FEW_ROWS} rows run all layers in one call" in caplog.text
+    roofline = r"\d+ rows: products of \d+\.\d GFLOP with \d+ MiB of weights, at \d+% of the peak of \d+ "
+    assert re.search(roofline, caplog.text)
 
 
 def test_a_wrong_one_call_is_not_used(why_not: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
