@@ -77,7 +77,7 @@ def test_a_body_may_take_as_long_as_its_size_asks_for(strict_server: Server) -> 
 
 
 def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server) -> None:
-    # The answers to many have some 10 MB, of which no single one is long.
+    # Many short answers have some 10 MB together.
     many = [head("GET /metrics HTTP/1.1") * 1000, post("/nope", RERANK)[:-1]]
     for asked in ([post("/detokenize", LONG_ANSWER)], many):
         before = cut(strict_server, "slow_reader")

@@ -16,7 +16,7 @@ void run_in_team(const Linear<Number>& linear, const Norm<typename Number::Value
 template <class Number>
 void run_rows(const Linear<Number>& linear, const Norm<typename Number::Value>& norm);
 
-// Of the products of such numbers on this processor.
+// Returns the sizes of blocks for products of this kind of number on this processor.
 template <class Number>
 BlockSizes block_sizes();
 
