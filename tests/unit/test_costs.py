@@ -70,8 +70,7 @@ def test_every_field_of_a_request_has_a_bound_in_the_table() -> None:
         for field in _costly_fields(msgspec.inspect.type_info(kind))
     }
     # Queries and documents may be objects.
-    names = {*reading._OF_PICTURE, *reading._OF_VECTORS, *reading.PICTURE_URL}
-    sent |= {("/rerank", name) for name in names}
+    sent |= {("/rerank", name) for name in {*reading._OF_PICTURE, *reading._OF_VECTORS, *reading.PICTURE_URL}}
     costs = _costs()
     for path, field in sorted(sent):
         assert any(field in fields and (not only or path in only) for fields, only, _ in costs), (

@@ -111,8 +111,7 @@ def test_a_cached_model_is_read_without_its_hub(
     (snapshot / "config.json").write_text("{}")
     with hub(status) as (url, asked):
         message = found(url, "some/model")
-    assert message.split() == [str(snapshot / "config.json"), "None", "None"]
-    assert len(asked) == 1
+    assert (message.split(), len(asked)) == ([str(snapshot / "config.json"), "None", "None"], 1)
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("maxsimd.")]
     assert said in line
     assert line.endswith("some/model is read from the local cache. With offline=True no hub is asked")

@@ -20,8 +20,7 @@ RENAMED = {"api/package": "maxsimd", "api/integrations": "maxsimd.integrations"}
 def test_the_package_has_its_folders_and_import_paths() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     modules = [path for room in ROOMS for path in (ROOT / room).rglob("__init__.py")]
-    folders = {str(path.parent.relative_to(ROOT)) for path in modules}
-    assert set(setuptools["package-dir"].values()) == folders
+    assert set(setuptools["package-dir"].values()) == {str(path.parent.relative_to(ROOT)) for path in modules}
     assert set(setuptools["packages"]) == set(setuptools["package-dir"])
     for package, folder in setuptools["package-dir"].items():
         assert package == RENAMED.get(folder, "maxsimd." + folder.replace("/", "."))
@@ -29,8 +28,7 @@ def test_the_package_has_its_folders_and_import_paths() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     paths = {tuple(each) for each in re.findall(r"from (maxsimd[\w.]*) import (\w+)", text)}
     paths |= {(each, "") for each in re.findall(r"\.\. automodule:: (maxsimd[\w.]+)", text)}
-    classes = re.findall(r"\.\. autoclass:: (maxsimd[\w.]+)", text)
-    paths |= {tuple(each.rsplit(".", 1)) for each in classes}
+    paths |= {tuple(each.rsplit(".", 1)) for each in re.findall(r"\.\. autoclass:: (maxsimd[\w.]+)", text)}
     rerankers = {"haystack": "MaxsimdRanker", "langchain": "MaxsimdRerank", "llama_index": "MaxsimdRerank"}
     paths |= {(f"maxsimd.integrations.{name}", reranker) for name, reranker in rerankers.items()}
     # In the files that `maxsimd cluster config` writes.

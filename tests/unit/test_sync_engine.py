@@ -78,8 +78,7 @@ def test_several_threads_may_close_it_at_once(bge: str) -> None:
         engine = new_engine(bge).start()
         with ThreadPoolExecutor(8) as threads:
             scores = [threads.submit(engine.score, "query", TEXTS) for _ in range(3)]
-            closes = [threads.submit(engine.close) for _ in range(5)]
-            for close in closes:
+            for close in [threads.submit(engine.close) for _ in range(5)]:
                 close.result(60)
             for score in scores:  # it came in time, or is told why not
                 error = score.exception(60)

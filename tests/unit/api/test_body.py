@@ -31,8 +31,7 @@ def _shape(value: Any) -> JsonShape:
         return JsonShape(0, 1, 0)
     if not isinstance(value, dict | list):
         return NOTHING
-    children = [*value, *value.values()] if isinstance(value, dict) else value
-    inner = [_shape(child) for child in children]
+    inner = [_shape(child) for child in ([*value, *value.values()] if isinstance(value, dict) else value)]
     return JsonShape(
         1 + sum(shape.containers for shape in inner),
         sum(shape.strings for shape in inner),
@@ -123,8 +122,7 @@ def test_bodies_together_hold_at_most_the_budget() -> None:
         with pytest.raises(ApiError) as refused:
             two.add(1)
         assert (refused.value.status, refused.value.kind) == (429, "QueueFullError")
-        assert refused.value.headers == {"Retry-After": "1"}
-        assert budget.bytes == 100
+        assert (refused.value.headers, budget.bytes) == ({"Retry-After": "1"}, 100)
     assert budget.bytes == 0
     with HeldBytes(budget) as one, HeldBytes(budget) as two:
         one.add(101)
@@ -179,8 +177,7 @@ async def test_few_bytes_that_become_very_many_come_in_pieces() -> None:
     for kind in ("gzip", "zlib"):
         body, encoding = _compressed(text, kind)
         pieces = await _pieces(body, encoding, len(body))
-        assert max(map(len, pieces)) == bodies._PIECE
-        assert b"".join(pieces) == text
+        assert (max(map(len, pieces)), b"".join(pieces)) == (bodies._PIECE, text)
 
 
 async def test_files_in_a_row_let_others_run_and_are_counted() -> None:

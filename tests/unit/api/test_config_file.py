@@ -61,8 +61,7 @@ def test_flags_override_variables_that_override_the_file(tmp_path: Path) -> None
     config = _config("--config", path, MAXSIMD_PORT="2", MAXSIMD_MODEL="of the environment")
     assert (config["port"], config["max_documents"], config["model"]) == (2, 7, "of the environment")
     config = _config("of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2")
-    assert (config["port"], config["model"]) == (3, "of-the-command")
-    assert _config(MAXSIMD_CONFIG=path)["port"] == 1
+    assert (config["port"], config["model"], _config(MAXSIMD_CONFIG=path)["port"]) == (3, "of-the-command", 1)
     assert _config(MAXSIMD_RESTART_ON_FAILURE="1")["restart_on_failure"] is True
     of_kubernetes = _config(MAXSIMD_PORT="tcp://10.0.0.1:80", MAXSIMD_SERVICE_HOST="10.0.0.1")
     assert of_kubernetes["port"] == 8000, "an address is no port"

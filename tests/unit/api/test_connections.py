@@ -145,8 +145,7 @@ async def test_bodies_in_tiny_chunks_are_refused(room: Room) -> None:
     last = b"0\r\n\r\n"
     for size, count, end in ((1, 40_000, last), (1, 40_000, last[:3] + b"a: b\r\n\r\n"), (16, 16_000, last)):
         connection = Connection(web.Server(Mock()), room.table, asyncio.get_running_loop())
-        chunk = b"%x\r\n%b\r\n" % (size, b"w" * size)
-        connection.data_received(head + count * chunk + end)
+        connection.data_received(head + count * (b"%x\r\n%b\r\n" % (size, b"w" * size)) + end)
         [(_, body)] = connection._messages
         if size == 1:
             with pytest.raises(ApiError, match="tiny chunks; send at least 16 bytes"):
@@ -175,8 +174,7 @@ def test_connections_are_as_many_as_descriptors_allow(monkeypatch: pytest.Monkey
         *((64, without, 1 << 20), (without, without, without)),
     ):
         limits[resource.RLIMIT_NOFILE] = (soft, hard)
-        assert raise_descriptor_limit() == raised
-        assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
+        assert (raise_descriptor_limit(), limits) == (raised, {resource.RLIMIT_NOFILE: (raised, hard)})
     limits[resource.RLIMIT_NOFILE] = (256, 4096)
     refuse = Mock(side_effect=ValueError("not allowed to raise maximum limit"))
     monkeypatch.setattr("maxsimd.api.http.sockets.resource.setrlimit", refuse)

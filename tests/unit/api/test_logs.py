@@ -56,8 +56,7 @@ def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[
     ours, other = err.splitlines()
     assert out == ""
     if form == "text":
-        assert ours[8:] == " INFO    größer als 3"
-        assert other[8:] == " WARNING from elsewhere"
+        assert (ours[8:], other[8:]) == (" INFO    größer als 3", " WARNING from elsewhere")
     else:
         line = json.loads(ours)
         assert list(line) == ["time", "level", "logger", "message", "status"]

@@ -123,8 +123,7 @@ def test_rank_fields_have_a_bounded_size_and_depth() -> None:
 
     # The second is beyond what is left with the first.
     half = [[1] * 4997, dict.fromkeys(map(str, range(2498)), 1)]
-    assert read(*half, *["t"] * 9) == 11
-    assert read(nested(32)) == 1
+    assert (read(*half, *["t"] * 9), read(nested(32))) == (11, 1)
     many = "of documents[%d], the lists and objects that rank_fields names have more than 10000"
     deep = "the field `a` of documents[0] has more than 32 lists and objects within each other; "
     for said, rows in ((many % 1, [half[0], [*half[0], 1]]), (many % 2, [*half, []]), (deep, [nested(400)])):

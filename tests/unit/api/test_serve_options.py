@@ -338,8 +338,7 @@ def test_no_temp_folder_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     nowhere = FileNotFoundError(2, "No usable temporary directory found")
     monkeypatch.setattr("tempfile.gettempdir", Mock(side_effect=nowhere))
     assert supervise(EngineConfig(), ServerConfig(host="127.0.0.1", port=0, fronts=2), 0.0) == 1
-    said = "no folder for temporary files can be written to; set TMPDIR to one that can"
-    assert caplog.messages == [said]
+    assert caplog.messages == ["no folder for temporary files can be written to; set TMPDIR to one that can"]
 
 
 def test_a_fleet_without_replicas_ends_quietly(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,8 +38,7 @@ def read(data: bytes) -> NDArray[np.uint8]:
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    over = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), over).convert("RGB")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
 
 
 def test_exif_orientation_is_applied() -> None:

@@ -73,8 +73,7 @@ async def test_failed_documents_have_errors(engine: RecordingEngine, monkeypatch
     assert result.errors[82].startswith("documents[82] has half of a character")
     assert math.isnan(result.scores[40])
     there = [result.scores[i] for i in range(84) if i not in result.errors]
-    assert there == pytest.approx(whole.scores, abs=1e-4)
-    assert result.unscored == ()
+    assert (there, result.unscored) == (pytest.approx(whole.scores, abs=1e-4), ())
     ranked = await engine.rerank("a query", mixed, truncation="error", on_error="report")
     assert (len(ranked.results), sorted(ranked.errors)) == (80, sorted(result.errors))
     for documents in ([too_long] * 3, [POISON]):
@@ -167,8 +166,7 @@ async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: Recording
     score = {"queries": "a", "documents": documents, "on_error": "report", "on_timeout": "partial"}
     answer = await caller.json("/score", score)
     assert [item["index"] for item in answer["data"]] == [0, 2]
-    assert (answer["complete"], answer["unscored"]) == (True, [])
-    assert answer["object"] == "list"
+    assert (answer["complete"], answer["unscored"], answer["object"]) == (True, [], "list")
     plain = await caller.json("/score", {"queries": "a", "documents": ["fine"]})
     assert not {"complete", "unscored", "errors"} & set(plain)
 

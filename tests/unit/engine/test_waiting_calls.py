@@ -90,8 +90,7 @@ async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
             return_exceptions=True,
         )
         assert isinstance(failed, errors.RequestTimeoutError)
-        assert partial.unscored == tuple(range(20))
-        assert engine.stats().waiting_requests == waiting
+        assert (partial.unscored, engine.stats().waiting_requests) == (tuple(range(20)), waiting)
         assert engine.metrics.registry.get_sample_value("maxsimd_waiting_requests") == waiting
         go_on.set()
         assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))

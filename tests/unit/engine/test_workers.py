@@ -250,8 +250,7 @@ def test_results_and_the_first_error_come_in_order() -> None:
 
     with pytest.raises(ValueError, match=r"^3$"):
         in_pool(read)
-    assert found == [0, 1, 2]
-    assert helpers() == []
+    assert (found, helpers()) == ([0, 1, 2], [])
 
 
 @pytest.mark.parametrize(("threads", "has_enough", "calling"), [(2, False, 2), (1, False, 1), (2, True, 1)])

@@ -113,8 +113,7 @@ def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     left = admit(scheduler, [[(215, 1024)]] * 50)
     for number in range(1, 300):
         admit(scheduler, [[(215, 1024)]], number)
-        step = scheduled(scheduler)
-        left -= sum(chunk.sequence.request_id == 0 for chunk in step.chunks if chunk.is_last)
+        left -= sum(chunk.sequence.request_id == 0 for chunk in scheduled(scheduler).chunks if chunk.is_last)
         if not left:
             return
     pytest.fail("the oldest request starves")

@@ -118,8 +118,7 @@ def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: b
     prices = data.draw(st.lists(st.integers(1, 2 * budget), max_size=2))
     scheduler.admit(10, texts(10, own), [cached(10, price) for price in prices], 5, "last")
     ahead = scheduler.waiting_tokens
-    once = share * budget + max(longest, *prices, 0) + longest
-    bound = math.ceil((ahead + once) / (share * budget)) + 1
+    bound = math.ceil((ahead + (share * budget + max(longest, *prices, 0) + longest)) / (share * budget)) + 1
     others = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
     left = sum(own) + sum(prices)
     for step in range(bound):

@@ -74,8 +74,7 @@ class Waiting:
         requests = {s.request_id for s in self.sequences.values()} | {b.request_id for b in self.cached}
         assert scheduler.waiting_tokens == left + sum(batch.price for batch in self.cached)
         assert scheduler.waiting_sequences == len(self.sequences)
-        assert scheduler.waiting_cached == len(self.cached)
-        assert len(scheduler._requests) == len(requests)
+        assert (scheduler.waiting_cached, len(scheduler._requests)) == (len(self.cached), len(requests))
         assert len(partial) <= 1, "one sequence is mid-prefill at a time"
         assert (scheduler._partial is not None) == bool(partial)
 

@@ -69,8 +69,7 @@ def test_documents_follow_their_query() -> None:
     sequences, batches = scheduled_requests.two_stage(3, [10, 10], [30, 30, 30, 30], [20, 20], 20)
     scheduler.admit(3, sequences, batches)
     step = scheduler.schedule()
-    assert [sequence_id for sequence_id, _, _ in spans(step)] == [20, 22, 24, 21]
-    assert prices(step) == [20]
+    assert ([sequence_id for sequence_id, _, _ in spans(step)], prices(step)) == ([20, 22, 24, 21], [20])
     scheduler = causal(10)
     scheduler.admit(0, [query(0, 0, 25, 3), document(0, 1, 2, 0)], [cached(0, 2, query_id=0)])
     scheduler.schedule()
@@ -129,8 +128,7 @@ def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | 
 
 def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest() -> None:
     scheduler = one_that_waits_to_be_cut(sequences=2)
-    steps = [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]
-    assert [spans(scheduler.schedule()) for _ in range(2)] == steps
+    assert [spans(scheduler.schedule()) for _ in range(2)] == [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]
     scheduler = one_that_waits_to_be_cut(sequences=1)
     assert [spans(scheduler.schedule()) for _ in range(2)] == [[(2, 200, 250)], [(1, 0, 100)]]
     # The oldest takes the next cut past many others.
@@ -223,8 +221,7 @@ def test_a_document_counts_with_what_scoring_it_costs() -> None:
         (causal(100), [150], 30, [100, 80]),
         (causal(100), [20, 20], 70, [100, 80]),
     ):
-        documents = [document(1, i, length, -1, scoring) for i, length in enumerate(lengths)]
-        scheduler.admit(1, documents)
+        scheduler.admit(1, [document(1, i, length, -1, scoring) for i, length in enumerate(lengths)])
         assert scheduler.waiting_tokens == sum(lengths) + scoring * len(lengths) == sum(expected)
         assert [step.num_tokens + step.other_price for step in run_dry(scheduler)] == expected
         assert scheduler.waiting_tokens == 0
@@ -239,8 +236,7 @@ def step_of(num_chunks: int, num_cached: int) -> Step:
 def test_a_step_splits_into_halves_that_hold_all_of_it(num_chunks: int, num_cached: int) -> None:
     step = step_of(num_chunks, num_cached)
     first, second = step.halves()
-    assert (*first.chunks, *second.chunks) == step.chunks
-    assert (*first.cached, *second.cached) == step.cached
+    assert ((*first.chunks, *second.chunks), (*first.cached, *second.cached)) == (step.chunks, step.cached)
     assert first.num_parts == step.num_parts // 2 > 0
     assert first.num_parts + second.num_parts == step.num_parts == num_chunks + num_cached
     assert first.step_id == second.step_id == 4
@@ -327,8 +323,7 @@ def test_small_requests_are_run_before_the_others_of_their_step() -> None:
     assert scheduled_requests.tokens_by_request(second) == {0: 40}
     # One of which little is left is not run before what it waits for.
     scheduler = beside_small()
-    sequences = [query(0, 0, 30, num_consumers=2), *(document(0, i, 10, query_id=0) for i in (1, 2))]
-    scheduler.admit(0, sequences)
+    scheduler.admit(0, [query(0, 0, 30, num_consumers=2), *(document(0, i, 10, query_id=0) for i in (1, 2))])
     scheduler.admit(1, texts(1, [5], first_id=10))
     first, second = scheduled(scheduler).stages()
     assert scheduled_requests.tokens_by_request(first) == {1: 5}

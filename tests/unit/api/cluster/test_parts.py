@@ -112,8 +112,7 @@ async def test_requests_of_asgi_reach_the_handlers(monkeypatch: pytest.MonkeyPat
     assert (start["status"], body["body"]) == (200, b"four")
     assert dict(start["headers"]) == {b"content-type": b"text/plain", b"content-length": b"4"}
     start, body = await _Asked(monkeypatch).ask(_NO_BODY, method="HEAD")
-    assert dict(start["headers"])[b"content-length"] == b"4"
-    assert body["body"] == b""
+    assert (dict(start["headers"])[b"content-length"], body["body"]) == (b"4", b"")
     with pytest.raises(asyncio.CancelledError):
         await _Asked(monkeypatch).ask([{"type": "http.disconnect"}])
 
@@ -129,8 +128,7 @@ def test_the_yaml_has_what_the_application_is_built_from() -> None:
     most = ("--max-replicas", "5")
     plain, service = printed(*most), printed(*most, "--kuberay", "--image", "i")
     assert AppConfig.of(plain["applications"][0]["args"]).cluster.max_replicas == 5
-    assert service["kind"] == "RayService"
-    assert yaml.safe_load(service["spec"]["serveConfigV2"]) == plain
+    assert (service["kind"], yaml.safe_load(service["spec"]["serveConfigV2"])) == ("RayService", plain)
     workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (2, 5)
     # How many replicas there are can be changed beside the arguments, unless Serve chooses.

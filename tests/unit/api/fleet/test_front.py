@@ -170,8 +170,7 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         silent, other = engines
         silent.answers.clear()
         result = await asyncio.wait_for(front.score("q", DOCUMENTS), 60)
-        assert result.scores == LENGTHS
-        assert (silent.asked, front.size) == ([], (1, 2))
+        assert (result.scores, silent.asked, front.size) == (LENGTHS, [], (1, 2))
         registry = front.metrics.registry
         assert registry.get_sample_value("maxsimd_replicas_silent") == 1
         await until(lambda: len(front._roster._links) == 2)
@@ -206,8 +205,7 @@ async def test_an_engine_that_restarts_clears_its_cache_first(tmp_path: Path, is
         await until(lambda: front.size == (1, 2))
         restarting.seen.clear()
         # Another front may give it work before it has cleared its cache for this one.
-        late = pytest.raises(ApiError, match="not cleared yet by replica 0; ")
-        with nullcontext() if is_alone else late:
+        with nullcontext() if is_alone else pytest.raises(ApiError, match="not cleared yet by replica 0; "):
             await front.clear_cache()
         await restarting.restart()
         await until(lambda: front.size == (2, 2))
@@ -319,8 +317,7 @@ async def test_large_requests_are_spread_unless_they_belong_together(tmp_path: P
         result = await front.score("q", DOCUMENTS)
         assert result.scores == LENGTHS
         assert result.usage == Usage(10 + 60, 0, 0, 10), "the query counts once"
-        assert result.truncated == 1
-        assert sum(len(engine.asked) for engine in engines) == 3
+        assert (result.truncated, sum(len(engine.asked) for engine in engines)) == (1, 3)
         assert (await front.score("q", DOCUMENTS)).scores == result.scores
         for engine in engines:
             first, second = (set(question.documents) for question in engine.asked)
@@ -491,8 +488,7 @@ async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> N
         await until(lambda: bool(other.asked))
         may_answer.set()
         assert (await first).scores == [3.0], "it answers what it was asked"
-        assert (await second).scores == [2.0]
-        assert [len(engine.asked) for engine in engines] == [1, 1]
+        assert ((await second).scores, [len(engine.asked) for engine in engines]) == ([2.0], [1, 1])
         await asyncio.wait_for(engines[0].door.until_left(), 120)
         roster.set_listed([Listed(7, UnixAddress(other.path))])
         assert [member.slot for member in roster.members] == [7]
@@ -529,8 +525,7 @@ async def test_a_replica_of_another_version_is_not_used(
         roster.start()
         await until(lambda: len(came) > 2)
         await roster.close()
-    assert came[0] == wire.greeting(wire.own_version())
-    assert roster.members == ()
+    assert (came[0], roster.members) == (wire.greeting(wire.own_version()), ())
     both = f"it runs maxsimd 9.9.9, and this process {wire.own_version()}; run the same version everywhere"
     assert caplog.messages == [f"replica 0 is not used: {both}"]
 

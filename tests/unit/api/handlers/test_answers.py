@@ -50,8 +50,7 @@ async def test_scores_are_the_engines_in_input_order(caller: Caller) -> None:
         _check_head(answer, "score")
         assert (await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS}))["id"] != answer["id"]
         items = [{"index": i, "object": "score", "score": score} for i, score in enumerate(expected)]
-        assert answer["data"] == nearly(items)
-        assert max(expected) == expected[1]
+        assert (answer["data"], max(expected)) == (nearly(items), expected[1])
 
 
 async def test_documents_are_ranked_best_first(caller: Caller) -> None:
@@ -297,8 +296,7 @@ async def test_llama_cpps_and_infinitys_shapes(caller: Caller, ranked: RerankRes
     answer = await caller.json("/infinity/rerank", body)
     shown = [{"document": one.document} for one in ranked.results[:2]]
     assert answer["results"] == nearly([one | two for one, two in zip(best, shown, strict=True)])
-    assert answer["object"] == "rerank"
-    assert answer["usage"]["total_tokens"] == ranked.usage.prompt_tokens
+    assert (answer["object"], answer["usage"]["total_tokens"]) == ("rerank", ranked.usage.prompt_tokens)
     del body["return_documents"]
     assert [one["document"] for one in (await caller.json("/infinity/rerank", body))["results"]] == [None] * 2
     answer = await caller.ask("GET", "/infinity/models")
@@ -398,8 +396,7 @@ async def test_one_vector_is_made_of_the_token_vectors(caller: Caller) -> None:
     assert vectors_of(first).shape == (4, 20)
     np.testing.assert_array_equal(vectors_of(first), vectors_of(again))
     unprojected = await caller.json("/v1/embeddings", {**ENCODED, "muvera": {**SMALL, "d_proj": 0}})
-    assert vectors_of(unprojected).shape == (4, 4 * 3 * 384)
-    assert unprojected["encoding"]["d_proj"] == 0
+    assert (vectors_of(unprojected).shape, unprojected["encoding"]["d_proj"]) == ((4, 4 * 3 * 384), 0)
     asked = {**ENCODED, "muvera": SMALL, "encoding_format": "safetensors"}
     whole = await caller.post("/v1/embeddings", asked)
     length = int.from_bytes(whole.body[:8], "little")
@@ -448,8 +445,7 @@ async def test_cached_token_vectors_give_the_same_vectors() -> None:
         await engine.score("what is it", TEXTS[1:])
         cached = await engine.embed(TEXTS, input_type="document", **options)
         np.testing.assert_allclose(cached.embeddings, run.embeddings, atol=1e-5)
-        assert cached.usage.cached_documents == 3
-        assert cached.usage.prompt_tokens == run.usage.prompt_tokens
+        assert (cached.usage.cached_documents, cached.usage.prompt_tokens) == (3, run.usage.prompt_tokens)
         all_cached = await engine.embed(TEXTS[1:], input_type="document", **options)
         assert all_cached.usage.cached_tokens == all_cached.usage.prompt_tokens
         np.testing.assert_array_equal(all_cached.embeddings, cached.embeddings[1:])
@@ -475,8 +471,7 @@ async def test_chunks_come_as_texts_or_by_their_characters(caller: Caller) -> No
     alone = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": False})
     vectors = [np.array([item["embedding"] for item in answer["data"]]) for answer in (by_text, by_character)]
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)
-    assert [item["index"] for item in by_text["data"]] == [0, 1, 2]
-    assert by_text["usage"] == whole["usage"]
+    assert ([item["index"] for item in by_text["data"]], by_text["usage"]) == ([0, 1, 2], whole["usage"])
     assert np.abs(vectors[0] - [item["embedding"] for item in alone["data"]]).max() > 0.01
     short = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": True, "dimensions": 8})
     cut = vectors[0][:, :8]

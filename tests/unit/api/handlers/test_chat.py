@@ -70,8 +70,7 @@ async def test_messages_read_as_templated(engine: RecordingEngine, model: str, p
     read = AutoTokenizer.from_pretrained(model).apply_chat_template(MESSAGES, tokenize=True, **more)
     ids = read if isinstance(read, list) else read["input_ids"]
     (_, texts, _) = engine.calls[-1]
-    assert texts == ([ids],)
-    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert (texts, answer["usage"]["prompt_tokens"]) == (([ids],), len(ids))
     (item,) = answer["data"]
     if path == "/v1/multi-vector":
         expected = (await engine.embed_tokens([ids])).embeddings[0]

@@ -328,8 +328,7 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
         usual = (await caller.post(path, body)).status
         for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
             assert (await caller.post(path, body | {"model": name})).status == usual
-        error = await caller.refused(path, body | {"model": "nope"}, 404, "model")
-        assert error["type"] == "NotFoundError"
+        assert (await caller.refused(path, body | {"model": "nope"}, 404, "model"))["type"] == "NotFoundError"
     for path in ("/v1/inference/{}", "/v1/retrieval/{}/reranking"):
         body = GOOD["POST", path.format("all-MiniLM-L6-v2")] | {"model": "nope"}
         assert (await caller.post("/v1" + path.format("mine"), body)).status == 400  # as all requests here

@@ -130,8 +130,7 @@ async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(
 
 async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> None:
     vectors = await asking.json("/v1/embeddings", {"input": "cat"})
-    assert vectors["model"] == "embed"
-    assert (await asking.json("/rerank", BODY))["model"] == "rerank"
+    assert (vectors["model"], (await asking.json("/rerank", BODY))["model"]) == ("embed", "rerank")
     assert (await asking.json("/score", {"queries": "a", "documents": "b"}))["model"] == "rerank"
     assert (await asking.json("/rerank", {**BODY, "model": "embed"}))["model"] == "embed"
     assert (await asking.json("/rerank", {**BODY, "model": "all-MiniLM-L6-v2"}))["model"] == "embed"
@@ -270,8 +269,7 @@ async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: En
     starting = Asking(_models({"a": reranker}), Path(str(asking.state.config.api_key_file)))
     assert (await starting("DELETE", "/v1/models/a")).status == 503
     loaded, again = await asyncio.gather(*(asking("POST", f"/v1/models/{name}") for _ in range(2)))
-    assert (loaded.status, again.status) == (200, 200)
-    assert json.loads(loaded.body)["score_type"] == "cross-encoder"
+    assert (loaded.status, again.status, json.loads(loaded.body)["score_type"]) == (200, 200, "cross-encoder")
     expected = (await asking.json("/rerank", {**BODY, "model": "rerank"}))["results"]
     assert (await asking.json("/rerank", {**BODY, "model": name}))["results"] == expected
     path = str(reranker.model)

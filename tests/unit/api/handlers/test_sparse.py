@@ -38,8 +38,7 @@ async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: Recordin
             assert all(each.keys() == {"index", "value"} for each in found)
             assert [each["index"] for each in found] == vector.indices.tolist()
             np.testing.assert_allclose([each["value"] for each in found], vector.values, atol=1e-5)
-    info = json.loads((await caller.ask("GET", "/info")).body)
-    assert info["model_type"] == {
+    assert json.loads((await caller.ask("GET", "/info")).body)["model_type"] == {
         "embedding": {"pooling": "splade"},
         "reranker": {"id2label": {"0": "relevance"}, "label2id": {"relevance": 0}},
     }
@@ -68,8 +67,7 @@ async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch:
 
 async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:
     job = EmbedJob(tuple(TEXTS), {"input_type": "query"}, "sparse_embed")
-    question = job.question(np.arange(len(TEXTS)), None)
-    asked = decode_to_engine(encode(Ask(1, question)))
+    asked = decode_to_engine(encode(Ask(1, job.question(np.arange(len(TEXTS)), None))))
     assert isinstance(asked, Ask)
     answer = await EngineAnswers(engine)(asked.question, AsyncMock(side_effect=AssertionError))
     arrived = decode_to_front(encode(Reply(1, answer))).answer

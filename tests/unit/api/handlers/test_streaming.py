@@ -56,8 +56,7 @@ async def test_ranked_and_scored_lines(caller: Caller) -> None:
     *lines, last = await _lines(caller, "/v1/score", SCORE)
     scores = {line["index"]: line["score"] for line in lines}
     assert [scores[i] for i in range(60)] == pytest.approx([one["score"] for one in whole["data"]], abs=1e-5)
-    assert [one["index"] for one in last["data"]] == list(range(60))
-    assert last["usage"] == whole["usage"]
+    assert ([one["index"] for one in last["data"]], last["usage"]) == (list(range(60)), whole["usage"])
 
 
 async def test_options_of_the_answer(caller: Caller) -> None:
@@ -73,8 +72,7 @@ async def test_options_of_the_answer(caller: Caller) -> None:
     assert not any("explanation" in one for one in last["results"])
     reported = {"documents": ["a", LONG], "long_documents": "error", "on_error": "report"}
     *lines, last = await _lines(caller, "/score", SCORE | reported)
-    assert [line["index"] for line in lines] == [0]
-    assert last["errors"][0]["index"] == 1
+    assert ([line["index"] for line in lines], last["errors"][0]["index"]) == ([0], 1)
 
 
 async def test_a_bad_request_is_refused_with_a_status(caller: Caller) -> None:

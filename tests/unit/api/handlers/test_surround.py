@@ -126,8 +126,7 @@ async def test_every_request_is_logged_and_counted(caller: Caller, lines: pytest
         lines.clear()
         answer = await caller.ask(method, path, body, {"x-request-id": "mine"})
         (line,) = lines.records
-        assert answer.status == status
-        assert line.levelno == level
+        assert (answer.status, line.levelno) == (status, level)
         fields = vars(line)["fields"]
         assert fields.pop("duration_ms") >= 0
         route = {} if path == "/nope" else {"route": path}
@@ -141,8 +140,7 @@ async def test_every_request_is_logged_and_counted(caller: Caller, lines: pytest
         start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
         assert start == ""
         milliseconds, _, end = rest.partition(" ms ")
-        assert float(milliseconds) == _timings(answer)["total"]
-        assert end == f"id=mine{why}"
+        assert (float(milliseconds), end) == (_timings(answer)["total"], f"id=mine{why}")
     lines.clear()
     await caller.ask("POST", "/\n20:00:00 ERROR " + "x" * 1000)
     (record,) = lines.records
@@ -189,8 +187,7 @@ async def test_a_browser_may_ask_without_a_key_whether_it_may_ask(engine: Record
     caller = Caller(engine, cors_origin=(HERE,), api_key=("one",))
     headers = PREFLIGHT | {"access-control-request-headers": "authorization, content-type, x-stainless-os"}
     answer = await caller.ask("OPTIONS", "/rerank", headers=headers)
-    assert (answer.status, answer.body) == (204, b"")
-    assert answer.headers["Access-Control-Allow-Origin"] == HERE
+    assert (answer.status, answer.body, answer.headers["Access-Control-Allow-Origin"]) == (204, b"", HERE)
     assert answer.headers["Access-Control-Allow-Methods"] == "DELETE, GET, HEAD, POST"
     assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type, x-stainless-os"
     assert answer.headers["Access-Control-Max-Age"] == "600"
@@ -261,8 +258,7 @@ async def test_what_is_cancelled_or_late_is_not_worked_on(
         with pytest.raises(asyncio.CancelledError):
             await request
     await until(lambda: engine.queued_tokens == 0)
-    assert engine.cancelled == before + 1
-    assert caller.metric("maxsimd_http_in_flight") == 0
+    assert (engine.cancelled, caller.metric("maxsimd_http_in_flight")) == (before + 1, 0)
     assert caller.metric("maxsimd_http_requests_total", route=path, status="499") == 1
     assert f"POST {path} 499 " in lines.records[-1].getMessage()
     with held_steps(engine):
@@ -282,14 +278,12 @@ async def test_a_draining_server_refuses_work_on_every_route(caller: Caller) -> 
     caller.state.closing = True
     for path in POSTED:
         assert await _refusal(caller, "POST", path) == (503, "5", BUSY), path
-    assert caller.engine.calls == []
-    assert await _probe(caller) == (200, 503, "draining")
+    assert (caller.engine.calls, await _probe(caller)) == ([], (200, 503, "draining"))
 
 
 async def _probe(caller: Caller) -> tuple[int, int, str]:
     health, ready = await caller.ask("GET", "/health"), await caller.ask("GET", "/ready")
-    assert caller.metric("maxsimd_ready") == (ready.status == 200)
-    assert health.body == ready.body
+    assert (caller.metric("maxsimd_ready"), health.body) == (ready.status == 200, ready.body)
     assert ready.headers.get("Retry-After") == (None if ready.status == 200 else "5")
     assert "Retry-After" not in health.headers
     assert ready.headers["Content-Type"] == "application/json; charset=utf-8"
@@ -314,5 +308,4 @@ async def test_a_dead_engine_says_when_to_retry(caller: Caller, monkeypatch: pyt
         assert await _refusal(caller, method, path) == (503, "5", RESTARTING)
     caller.state.comes_back = False
     caller.state.closing = True
-    assert await _probe(caller) == (503, 503, "dead")
-    assert await _refusal(caller) == (503, "30", DEAD)
+    assert (await _probe(caller), await _refusal(caller)) == ((503, 503, "dead"), (503, "30", DEAD))

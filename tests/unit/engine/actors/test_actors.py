@@ -77,14 +77,12 @@ async def test_the_next_step_is_chosen_in_the_last_stage_of_one() -> None:
     values = await device.admit(1, [4, 4, 4])
     (step,) = device.steps
     await device.report(step, 0, 1, 0.5)
-    assert (len(device.steps), device.actor.in_flight) == (1, 1)
-    assert device.actor.rate.tokens_per_second is None
+    assert (len(device.steps), device.actor.in_flight, device.actor.rate.tokens_per_second) == (1, 1, None)
     await device.report(step, 1, 2, 2.0)
     assert device.actor.rate.tokens_per_second == pytest.approx(8 / 2.0)
     assert device.metrics.registry.get_sample_value("maxsimd_step_seconds_sum") == 2.0
     await device.report(device.steps[1], 0, 1, 1.0)
-    assert values.result().values == [1.0, 1.0, 1.0]
-    assert device.actor.in_flight == 0
+    assert (values.result().values, device.actor.in_flight) == ([1.0, 1.0, 1.0], 0)
 
 
 async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
@@ -128,8 +126,7 @@ async def test_a_value_that_is_not_finite_fails_its_request_alone() -> None:
             await device.actor.receive(actors.StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
         with pytest.raises(RequestFailedError, match="not finite"):
             broken.result()
-        assert whole.result().values == [np.array([[1.0]])]
-        assert device.actor.open_requests == 0
+        assert (whole.result().values, device.actor.open_requests) == ([np.array([[1.0]])], 0)
 
 
 async def test_an_index_that_has_failed_gets_no_value() -> None:

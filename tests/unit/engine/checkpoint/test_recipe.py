@@ -96,8 +96,7 @@ def _load(path: Path | str, **options: object) -> LoadedModel:
 
 @torch.inference_mode()
 def _results(model: LoadedModel) -> list[torch.Tensor]:
-    read = model.tokenizer("how is a file opened")
-    ids = torch.tensor(read["input_ids"], dtype=torch.int32).numpy()
+    ids = torch.tensor(model.tokenizer("how is a file opened")["input_ids"], dtype=torch.int32).numpy()
     results = []
     for name, task in model.tasks.items():
         assert task.reference is not None
@@ -125,8 +124,7 @@ def test_the_second_load_needs_no_libraries(
     for model in (first, second):
         for found, wanted in zip(_results(model), _results(expected), strict=True):
             torch.testing.assert_close(found, wanted)
-    assert second.labels == expected.labels
-    assert second.query.prompt == expected.query.prompt
+    assert (second.labels, second.query.prompt) == (expected.labels, expected.query.prompt)
     assert second.max_tokens == expected.max_tokens
 
 
@@ -171,8 +169,7 @@ def test_new_weights_are_read_by_an_old_recipe(folder: Path, no_libraries: Calla
 
 
 def test_half_precision_stays_half(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    _save({name: tensor.half() for name, tensor in tensors.items()}, folder)
+    _save({name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}, folder)
     change_config(folder, dtype="float16")
     for _ in range(2):
         model = _load(folder)

@@ -176,8 +176,7 @@ def test_modules_with_broken_kernels_stay() -> None:
     for broken in (wrong, Mock(side_effect=RuntimeError("no kernel image"))):
         with plain_kernels(), patch.object(elementwise, "norm", broken), logged() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
-    expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
-    assert expected in warned
+    assert "layers are left as they are, which is slower: Output: RuntimeError: no kernel image" in warned
 
 
 @interpreted
@@ -199,8 +198,7 @@ def test_modules_that_differ_in_the_model_are_taken_back() -> None:
 
 @interpreted
 def test_layers_with_an_adapter_or_a_hook_stay() -> None:
-    model = load_model(EngineConfig(model=_checkpoint("bert")), CPU)
-    backbone: Any = model.backbone.float()
+    backbone: Any = load_model(EngineConfig(model=_checkpoint("bert")), CPU).backbone.float()
     layers = backbone.encoder.layer
     layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
     layers[1].output.dense.register_forward_hook(lambda *given: None)

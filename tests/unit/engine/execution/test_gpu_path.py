@@ -160,8 +160,7 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     gib = 1 << 30
-    config = BertConfig(hidden_size=1024, intermediate_size=4096)
-    of_a_token = devices.bytes_a_token(config, torch.bfloat16)
+    of_a_token = devices.bytes_a_token(BertConfig(hidden_size=1024, intermediate_size=4096), torch.bfloat16)
     assert of_a_token == (6 * 1024 + 2 * 4096) * 2 + 4 * 1024
     widths = Gemma3nTextConfig(hidden_size=1024, intermediate_size=[512, 4096], num_hidden_layers=2)
     assert devices.bytes_a_token(widths, torch.bfloat16) == of_a_token
@@ -314,8 +313,7 @@ async def test_results_are_waited_for_on_the_gpu_that_makes_them(cuda: Cuda) -> 
     """Another GPU's stream is idle: numbers would be read that are not there yet."""
     assert record_arrival(SECOND) is not None
     assert ("record", 1) in cuda.used
-    assert {device for _, device in cuda.used} == {1}
-    assert cuda.blocking == [True]
+    assert ({device for _, device in cuda.used}, cuda.blocking) == ({1}, [True])
     assert record_arrival(torch.device("cpu")) is None
     cuda.used.clear()
     arrivals = Arrivals(SECOND)

@@ -93,8 +93,7 @@ class Saturating(int8.PlainProduct):
 
     def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
         weight = self._weight.int()
-        products = rows.int()[:, None, :] * weight
-        pairs = products.unfold(2, 2, 2).sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
+        pairs = (rows.int()[:, None, :] * weight).unfold(2, 2, 2).sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
         return (pairs - int8.ZERO * weight.sum(1)).float() * self._scales
 
 
@@ -225,7 +224,6 @@ def test_only_small_tables_are_converted_for_a_proof() -> None:
     ids = torch.tensor([0, 3, 9])
     expected = large(ids).float()
     with in_float32(backbone):
-        assert large.weight.dtype is torch.bfloat16
-        assert small.weight.dtype is torch.float32
+        assert (large.weight.dtype, small.weight.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(large(ids), expected)
     assert large(ids).dtype is torch.bfloat16

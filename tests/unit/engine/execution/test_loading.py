@@ -77,8 +77,7 @@ async def test_the_query_prompt_replaces_the_checkpoints(bge: str) -> None:
 
 def test_a_tokenizer_without_words_is_refused(cross_encoder: Path) -> None:
     tokenizer = json.loads((cross_encoder / "tokenizer.json").read_text())
-    specials = {token["content"]: i for i, token in enumerate(tokenizer["added_tokens"])}
-    tokenizer["model"]["vocab"] = specials
+    tokenizer["model"]["vocab"] = {token["content"]: i for i, token in enumerate(tokenizer["added_tokens"])}
     for i, token in enumerate(tokenizer["added_tokens"]):
         token["id"] = i
     (cross_encoder / "tokenizer.json").write_text(json.dumps(tokenizer))

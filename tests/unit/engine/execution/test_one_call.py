@@ -173,8 +173,7 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
 def test_steps_give_the_bits_of_the_model_layer_by_layer(
     build: Build | None, dtype: str, quantization: str, checkpoints: SharedCheckpoints
 ) -> None:
-    path = None if build is None else checkpoints(build)
-    model, plain = loaded(path, dtype, quantization=quantization)
+    model, plain = loaded(None if build is None else checkpoints(build), dtype, quantization=quantization)
     fast = one_call_of((model, plain))
     random = torch.Generator().manual_seed(0)
     for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):

@@ -115,8 +115,7 @@ def test_bfloat16_equals_float32(native: bool, tolerance: float, monkeypatch: py
     torch.manual_seed(0)
     batch = laid_out([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
     q, k, v = (torch.randn(2, len(batch.input_ids), 16).bfloat16() for _ in range(3))
-    tables = (torch.randn(2, 2 * 40 + 1, 16).bfloat16() for _ in range(2))
-    for relative in (None, PositionContent(*tables)):
+    for relative in (None, PositionContent(*(torch.randn(2, 2 * 40 + 1, 16).bfloat16() for _ in range(2)))):
         rounded = full(GROUPED, QKV(q, k, v, 0.25, relative=relative), batch.layout)
         assert rounded.dtype is torch.bfloat16
         exact_relative = relative and PositionContent(relative.keys.float(), relative.queries.float())
@@ -175,8 +174,7 @@ def test_a_length_is_rounded_up_a_little(length: int) -> None:
 
 class LeakyBackend(GroupedBackend):
     def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
-        attended = torch.nn.functional.scaled_dot_product_attention(qkv.query, qkv.key, qkv.value)
-        return attended.transpose(0, 1)
+        return torch.nn.functional.scaled_dot_product_attention(qkv.query, qkv.key, qkv.value).transpose(0, 1)
 
 
 @pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder"])
@@ -260,8 +258,7 @@ def test_distances_add_to_products_as_written_out(
     # The last so many keys are not attended to.
     attended = [max(1, length - hidden) for length, hidden in lengths]
     batch = laid_out([length for length, _ in lengths], attended, backend)
-    reach = batch.layout.longest - 1 + spare
-    qkv = drawn_qkv(len(batch.input_ids), drawn(kind, reach, dtype, spare), dtype)
+    qkv = drawn_qkv(len(batch.input_ids), drawn(kind, batch.layout.longest - 1 + spare, dtype, spare), dtype)
     exact = written_out(qkv, batch.layout)
     chunks = zip(batch.cursor.chunks, batch.cursor.starts, strict=True)
     rows = torch.cat([torch.arange(first, first + len(chunk)) for chunk, first in chunks])

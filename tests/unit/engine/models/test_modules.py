@@ -111,8 +111,7 @@ def test_bfloat16_rows_are_averaged_in_float32() -> None:
 
 
 def test_layers_are_numbers_with_commas_and_ratios_are_few() -> None:
-    assert compress_layers_of("40, 24,24") == (24, 40)
-    assert compress_layers_of("8") == (8,)
+    assert (compress_layers_of("40, 24,24"), compress_layers_of("8")) == ((24, 40), (8,))
     for wrong in ("", "a", "0", "-1,2", "1;2", "1.5"):
         with pytest.raises(ValueError, match="compress_layers must be numbers from 1 on"):
             EngineConfig(compress_layers=wrong)

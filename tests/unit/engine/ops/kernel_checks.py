@@ -166,8 +166,7 @@ def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragge
         values[draw(st.integers(0, rows - 1)), dim - 1] = draw(st.sampled_from([0.0, torch.nan]))
         documents = Spans(values, starts, starts + lengths)
     index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(lengths) - 1))
-    pairs = pairs_of(draw(st.lists(index, min_size=1, max_size=5)))
-    return queries.decoded(torch.bfloat16), documents, pairs
+    return queries.decoded(torch.bfloat16), documents, pairs_of(draw(st.lists(index, min_size=1, max_size=5)))
 
 
 def check_maxsim_by_small_tiles(device: str) -> None:
@@ -402,8 +401,7 @@ def same(ours: torch.Tensor, exact: torch.Tensor) -> None:
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, apart: int = 0) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
-    wide = torch.randn(*shape[:-1], shape[-1] + apart, generator=random).to(dtype)
-    return wide[..., : shape[-1]]
+    return torch.randn(*shape[:-1], shape[-1] + apart, generator=random).to(dtype)[..., : shape[-1]]
 
 
 def layer_dtypes(device: str) -> list[torch.dtype]:

@@ -263,8 +263,7 @@ def test_tensors_in_large_pages_lie_apart_and_are_freed(monkeypatch: pytest.Monk
     for number, tensor in enumerate(tensors):
         assert tensor.data_ptr() % 64 == 0
         tensor[:7] = number
-    assert [each[:7].unique().tolist() for each in tensors] == [[0], [1], [2], []]
-    assert len(mappings) == 1
+    assert ([each[:7].unique().tolist() for each in tensors], len(mappings)) == ([[0], [1], [2], []], 1)
     tensors[0] = tensors[1]
     assert len(mappings) == 1
     tensors.clear()
@@ -461,8 +460,7 @@ def test_attention_of_towers_equals_torch(
     expected = nn.functional.scaled_dot_product_attention(
         query.float(), key.float(), value.float(), scale=scaling
     )
-    assert weights is None
-    assert made.shape == (pictures, patches, heads, dims)
+    assert (weights, made.shape) == (None, (pictures, patches, heads, dims))
     tolerance = TOWER_TOLERANCES[dtype] * float(value.abs().max())
     torch.testing.assert_close(made.float(), expected.transpose(1, 2), atol=tolerance, rtol=0)
 
@@ -518,5 +516,4 @@ def test_only_convolutions_of_separate_patches_are_replaced() -> None:
         towers.use_tower_kernels([tower])
         assert config._attn_implementation == TOWER_ATTENTION
     assert config._attn_implementation == "sdpa"
-    replaced = [name for name, module in tower.items() if isinstance(module, PatchProduct)]
-    assert replaced == ["patches"]
+    assert [name for name, module in tower.items() if isinstance(module, PatchProduct)] == ["patches"]

@@ -48,8 +48,7 @@ def document(length: int) -> str:
 def fast_tokenizer(special_tokens: bool = True) -> Any:
     """One token a word; [CLS] and [SEP] around texts as BERT has them, or nothing."""
     tokens = [*_SPECIALS, *_OTHERS, *(f"w{i}" for i in range(_WORDS))]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token) for token in ("[QUERY]", "[DOCUMENT]")])
     if special_tokens:

@@ -259,8 +259,7 @@ def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     assert [pair.payload.slot for pair in pairs] == [ResultSlot(7, 0), ResultSlot(7, 1)]
     # The usage counts both pairs whole, of which the prefix was run for one.
     usage = plan.usage
-    assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
-    assert plan.num_values == 2
+    assert (usage.prompt_tokens, usage.cached_tokens, plan.num_values) == (15 + 14, 8, 2)
     # A prefix of 7 is too short to be worth it.
     assert len(ask([words(3)], [document(3)], sharing=PrefixSharing()).sequences) == 1
     assert len(ask([words(4)], [document(3)], sharing=None).sequences) == 1
@@ -298,8 +297,7 @@ def test_a_prefix_is_shared_where_that_is_worth_it() -> None:
     asked_for = [words(4)], [document(3), document(2)]
     assert len(ask(*asked_for, sharing=PrefixSharing(28)).sequences) == 3
     plan = ask(*asked_for, sharing=PrefixSharing(29))
-    assert [prefix for prefix, _ in split(plan)] == [0, 0]
-    assert plan.usage.cached_tokens == 0
+    assert ([prefix for prefix, _ in split(plan)], plan.usage.cached_tokens) == ([0, 0], 0)
     # One of two queries may share its prefix, and the other not.
     plan = ask([words(5), words(5), words(4) + " w9"], [document(3)] * 3, sharing=PrefixSharing(20))
     assert [prefix for prefix, _ in split(plan)] == [100, 100, 0]
@@ -380,8 +378,7 @@ def test_pairs_hold_their_query_once() -> None:
         (small.model(score_task="classify", max_tokens=100_000), 1000),
         (small.model(score_task="classify", max_tokens=100), 80),  # cut for each
     ):
-        documents = [f"document {i}" for i in range(5)]
-        plan = score_long(described, ["what is it? " * 500], documents, CUT_LONG)
+        plan = score_long(described, ["what is it? " * 500], [f"document {i}" for i in range(5)], CUT_LONG)
         longest = [max(each.tokens.parts, key=len) for each in plan.sequences]  # type: ignore[union-attr]
         assert all(np.shares_memory(part, longest[0]) for part in longest)
         assert len(longest[0]) > held

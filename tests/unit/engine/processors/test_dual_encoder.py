@@ -50,8 +50,7 @@ def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
     assert {(sequence.request_id, sequence.payload.task) for sequence in plan.sequences} == {(7, task)}
     assert [sequence.num_consumers for sequence in plan.sequences] == [1, 1, 0, 0]
     assert [sequence.waits_for for sequence in plan.sequences] == [None, None, 100, 101]
-    assert slots_of(plan) == [0, 1]
-    assert (plan.num_values, plan.raw_scores([3, 4]).tolist()) == (2, [3, 4])
+    assert (slots_of(plan), plan.num_values, plan.raw_scores([3, 4]).tolist()) == ([0, 1], 2, [3, 4])
     assert plan.usage.prompt_tokens == 3 + 4 + 3 + 5
 
 
@@ -67,8 +66,7 @@ def test_equal_documents_of_a_query_share_a_score() -> None:
 
 
 def test_late_interaction_scores_all_windows_as_one() -> None:
-    truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
-    plan = score(["w1"], [words(9), "w4", words(6)], truncation)
+    plan = score(["w1"], [words(9), "w4", words(6)], Truncation(max_tokens=6, windows=True, window_overlap=1))
     documents = documents_of(plan)
     bodies = [ids(4), ids(4, 3), ids(3, 6), ids(1, 4), ids(4), ids(3, 3)]
     assert [one.tokens.ids.tolist() for one in documents] == [[CLS, *body, SEP] for body in bodies]
@@ -123,8 +121,7 @@ def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_othe
     np.testing.assert_allclose(plan.scores([1.5, 3]), [0.5, np.nan, 1, 0.5])
     assert [plan.documents_of([value]) for value in range(2)] == [[0, 3], [2]]
     result = plan.result(Values([1.5, None], {1: "the model failed on it"}))
-    assert result.errors == {1: plan.errors[1], 2: "the model failed on it"}
-    assert result.unscored == ()
+    assert (result.errors, result.unscored) == ({1: plan.errors[1], 2: "the model failed on it"}, ())
     assert plan.result(Values([1.5, None], {})).unscored == (2,)
 
 
@@ -175,8 +172,7 @@ def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> Non
     cache.put([(cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True))])
     plan = score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
     expected = [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 6), *ids(1, 6), SEP]]
-    assert [one.tokens.ids.tolist() for one in documents_of(plan)] == expected
-    assert slots_of(plan) == [0, 2]
+    assert ([one.tokens.ids.tolist() for one in documents_of(plan)], slots_of(plan)) == (expected, [0, 2])
     (batch,) = plan.cached
     assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 3)
     assert batch.documents.slots == (ResultSlot(7, 1), ResultSlot(7, 3))
@@ -318,8 +314,7 @@ def test_hits_and_misses_are_counted_where_there_is_a_cache(cache: EmbeddingCach
     assert (len(bypassed.cached), key_of(bypassed), cache.hits, cache.misses) == (0, None, 0, 0)
     made = small.processors(model(), cache=cache)
     made.scores.prepare(small.score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
-    assert (cache.hits, cache.misses) == (2, 1)
-    assert key_of(looked_up(cache, LONG, WINDOWS, task="embed")) is None
+    assert (cache.hits, cache.misses, key_of(looked_up(cache, LONG, WINDOWS, task="embed"))) == (2, 1, None)
     assert key_of(looked_up(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
 
 
@@ -328,8 +323,7 @@ def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> 
     cache.put([(key, embedding()) for key in [*keys, plain(cache, "w3")]])
     refreshed = looked_up(cache, "w2", CUT_LONG, mode="refresh")
     assert not refreshed.cached
-    assert key_of(refreshed) == keys[0]
-    assert [cache.get(key) for key in keys] == [None, None]
+    assert (key_of(refreshed), [cache.get(key) for key in keys]) == (keys[0], [None, None])
     assert cache.get(plain(cache, "w3")) is not None
     assert (cache.hits, cache.misses) == (0, 0)
 

@@ -296,8 +296,7 @@ async def test_small_work_comes_first(colbert: RecordingEngine, monkeypatch: pyt
     rows = np.random.default_rng(0).standard_normal((50, colbert.model.tasks["token_embed"].dim))
     result = await colbert.score(rows, [rows[:i] for i in range(1, 21)], explain=True)
     assert sum(len(each.matches) for each in result.explanations.values()) == 50 * 20
-    assert sizes == [64 * 50 * 20]
-    assert len(yielded) == 20
+    assert (sizes, len(yielded)) == ([64 * 50 * 20], 20)
 
 
 async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,8 +423,7 @@ async def test_lengths_dimensions_and_errors_are_the_texts(engines: Engines, sta
     assert found.scores == pytest.approx(expected.scores, abs=1e-5)
     assert (found.usage, found.truncated) == (expected.usage, expected.truncated)
     reported = await engine.score(rows, ["a", np.zeros((1, 3))], on_error="report")
-    assert [*reported.errors] == [1]
-    assert reported.usage.query_tokens == rows.tokens
+    assert ([*reported.errors], reported.usage.query_tokens) == ([1], rows.tokens)
 
 
 async def test_an_instruction_is_part_of_it(engines: Engines, qwen3_embedding: str) -> None:

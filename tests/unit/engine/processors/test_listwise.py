@@ -89,18 +89,15 @@ def test_no_text_and_no_instruction_brings_markers(odd: str) -> None:
 def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     for truncation in (Truncation(), CUT_LONG):
         plan = score([words(7)], [document(11), document(10)], truncation)
-        assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]]
-        assert plan.truncated == 0
+        assert (texts_of(plan), plan.truncated) == ([[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]], 0)
     limits = Truncation(max_query_tokens=2, max_document_tokens=3, side="left")
     plan = score([words(3)], [document(4), document(3), document(5)], limits)
-    expected = [ids(3, DOCUMENT + 1), ids(3, DOCUMENT), ids(3, DOCUMENT + 2), ids(2, 1)]
-    assert texts_of(plan) == [expected]
+    assert texts_of(plan) == [[ids(3, DOCUMENT + 1), ids(3, DOCUMENT), ids(3, DOCUMENT + 2), ids(2, 1)]]
     assert (plan.truncated, plan.truncated_queries) == (3, 1), "the query, and two documents"
     pairs = score([words(3)] * 2, [document(3), document(4)], limits)
     assert (pairs.truncated, pairs.truncated_queries) == (3, 2), "both queries, and a document"
     plan = score(["w1"], [document(11), document(10)], Truncation(max_tokens=-1, windows=True))
-    assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
-    assert plan.truncated == 1
+    assert (texts_of(plan), plan.truncated) == ([[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]], 1)
     for queries in (["w1"], ["w1", "w1"]):
         with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 11 tokens, but at most 10"):
             score(queries, ["w2", words(11)], Truncation(windows=True))
@@ -114,8 +111,7 @@ def test_a_prompt_that_does_not_fit_the_context_is_halved() -> None:
     less = rules(context=room - 1, block_documents=5, max_document_tokens=2)
     halved = score(["w1"], documents, ranked_by=less)
     read = [ids(2, DOCUMENT + 2 * i) for i in range(5)]
-    assert texts_of(halved) == [[*read[:2], ids(1, 1)], [*read[2:], ids(1, 1)]]
-    assert halved.num_blocks == (2,)
+    assert (texts_of(halved), halved.num_blocks) == ([[*read[:2], ids(1, 1)], [*read[2:], ids(1, 1)]], (2,))
     documents = ["w2", "w3"]
     room = prompt_length("w1", documents)
     assert len(score(["w1"], documents, Truncation(max_tokens=room)).sequences) == 1

@@ -86,8 +86,7 @@ def test_no_more_is_read_of_a_text_than_is_left_of_it(side: Side, monkeypatch: p
     assert num_characters(batches) < 30_000, "more where the first piece has too few"
     batches.clear()
     text = "start " + "word " * 100_000 + "stop"
-    found = tokenizer.encode_around(text, range(6, len(text) - 4), "documents", 500, side)
-    assert len(found.inside) == 500
+    assert len(tokenizer.encode_around(text, range(6, len(text) - 4), "documents", 500, side).inside) == 500
     assert num_characters(batches) < 4 * PIECE
     batches.clear()
     tokenizer.encode(["word " * 20_000], "documents")

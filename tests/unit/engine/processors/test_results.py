@@ -41,8 +41,7 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
             await run_in_thread_if_large(values, lambda: 1 // 0)
     with pytest.raises(RuntimeError, match="StopIteration"):
         await asyncio.wait_for(run_in_thread_if_large(1000, lambda: next(iter(()))), 60)
-    assert Values([0.5] * 501, {}).work == 501
-    assert Values([np.zeros((1, 384), np.float32)] * 10, {}).work == 19
+    assert (Values([0.5] * 501, {}).work, Values([np.zeros((1, 384), np.float32)] * 10, {}).work) == (501, 19)
     assert Values([np.zeros((512, 128), np.float32)] * 2, {}).work == 655
 
 
@@ -101,8 +100,7 @@ async def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatc
     scores = plan.raw_scores(values)
     assert np.isnan(scores[4])
     logits = torch.from_numpy(rows).double()
-    others = logits[:, [0, 2, 3]].logsumexp(dim=1)
-    expected = logits[:, 1] - others if exclusive else logits[:, 1]
+    expected = logits[:, 1] - logits[:, [0, 2, 3]].logsumexp(dim=1) if exclusive else logits[:, 1]
     np.testing.assert_allclose(np.delete(scores, 4), expected, rtol=1e-6)
     assert np.isnan(plan.raw_scores([None] * 10)).all()
 

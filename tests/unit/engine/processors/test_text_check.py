@@ -48,8 +48,7 @@ def _rules(role: str, **changes: Any) -> Fault:
 def _expansion(**changes: Any) -> Fault:
     def fault(patch: Patch, model: LoadedModel) -> LoadedModel:
         assert model.query.expansion is not None
-        query = replace(model.query, expansion=replace(model.query.expansion, **changes))
-        return replace(model, query=query)
+        return replace(model, query=replace(model.query, expansion=replace(model.query.expansion, **changes)))
 
     return fault
 

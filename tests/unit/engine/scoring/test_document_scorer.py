@@ -180,8 +180,7 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
     made = ours.score([pooled(*step)], skipped, cached)
     assert made.failures == [scorers.RequestFailure(8, "the query's embedding is no longer stored")]
     expected = near(rows(1), rows(5))
-    assert scores(made) == {source: expected, good: expected}
-    assert dict(made.releases.queries) == {1: 2}
+    assert (scores(made), dict(made.releases.queries)) == ({source: expected, good: expected}, {1: 2})
     cache.close()
 
 
@@ -265,8 +264,7 @@ def test_documents_score_alike_where_they_lie() -> None:
             # The second asks for a query that is no longer there.
             batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
             made = ours.score([], hits, batches)
-            assert [failure.request_id for failure in made.failures] == [7]
-            assert made.consumers == {1: 2}
+            assert ([failure.request_id for failure in made.failures], made.consumers) == ([7], {1: 2})
             found.append(scores(was_new) | scores(made))
         assert (found[0], list(found[0]), len(set(found[0].values()))) == (found[1], slots[:3], 1)
         cache.close()
@@ -362,8 +360,7 @@ def test_a_window_is_a_copy_counts_once_and_must_come_again_when_forgotten() -> 
     assert store.tokens(5) == 7
     whole = store.put(document(6, SLOT, 0, length=4), second, torch.full((2, 4), 6.0))
     assert whole is not None
-    assert whole[:, 0].tolist() == [5, 5, 6, 6]
-    assert store.tokens(5) == 11
+    assert (whole[:, 0].tolist(), store.tokens(5)) == ([5, 5, 6, 6], 11)
     assert store.put(document(1, SLOT, 0), first, torch.ones(1, 4)) is None
 
 
@@ -381,8 +378,7 @@ def test_scalars_and_matrices_are_both_copied(monkeypatch: pytest.MonkeyPatch, i
     host = torch.cat([items.values.reshape(-1) for items in all_items])
     results = scorers.StepOutcome(outputs, host=host).results()
     assert [slot for slot, _ in results] == [slot for output in outputs for slot in output.slots]
-    expected = [*matrices, 0.5, -2.0, *wide, 0.5, -2.0]
-    for (_, value), wanted in zip(results, expected, strict=True):
+    for (_, value), wanted in zip(results, [*matrices, 0.5, -2.0, *wide, 0.5, -2.0], strict=True):
         assert isinstance(value, float if isinstance(wanted, float) else np.ndarray)
         np.testing.assert_array_equal(value, wanted)
         if isinstance(value, np.ndarray) and value.size:

@@ -106,11 +106,8 @@ def test_what_cannot_be_said_of_a_tenant_is_refused() -> None:
 
 
 def test_batches_let_others_pass() -> None:
-    assert priority_number("interactive") == 0
-    assert priority_number("batch") == 4
-    assert priority_number(-3) == -3
-    assert RunOptions("batch", "a").share == ("a", 4)
-    assert RunOptions(99, "a").share == ("a", 8)
+    assert (priority_number("interactive"), priority_number("batch"), priority_number(-3)) == (0, 4, -3)
+    assert (RunOptions("batch", "a").share, RunOptions(99, "a").share) == (("a", 4), ("a", 8))
     with pytest.raises(InvalidRequestError, match="use interactive, batch or a number"):
         priority_number("urgent")  # type: ignore[arg-type]
     limits = TenantLimits()
@@ -133,8 +130,7 @@ def test_a_rate_that_is_changed_goes_on_and_a_new_one_begins() -> None:
     assert refusal is not None
     assert (refusal.reason, refusal.retry_after) == ("rate", 0.5)
     assert limits.request_refusal("b") is None, "it has no limits any more"
-    assert limits.request_refusal("c") is None
-    assert limits.weights == {"a": 3, "c": 1}
+    assert (limits.request_refusal("c"), limits.weights) == (None, {"a": 3, "c": 1})
     limits.set({"b": Tenant(requests_per_minute=60)})
     assert limits.request_refusal("b") is None
     clock.now = 0.5

@@ -61,8 +61,7 @@ def test_documents_of_free_slots_go_to_another_cell() -> None:
     numbers = digests(4_000)
     reach = fleets.Reach(partial, full)
     assert [member.slot for member in reach.members] == [8, 9, 10, *range(8)]
-    slots = np.array([member.slot for member in reach.members])
-    order = slots[reach.ranked(numbers)]
+    order = np.array([member.slot for member in reach.members])[reach.ranked(numbers)]
     assert (np.sort(order, axis=1) == np.arange(11)).all(), "each member is in each document's order"
     of_all_slots = 8 + fleets.ranked(numbers, range(8, 16))[:, 0]
     has_member = of_all_slots < 11
@@ -108,8 +107,7 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
     tokens = np.array([count for _, count in documents], dtype=np.int64)
     load = np.array(loads, dtype=np.int64)
     parts = parts_of(numbers, tokens, load, split, least)
-    held = np.concatenate([part.indices for part in parts])
-    assert sorted(held.tolist()) == list(range(len(documents)))
+    assert sorted(np.concatenate([part.indices for part in parts]).tolist()) == list(range(len(documents)))
     assert all((np.diff(part.indices) > 0).all() for part in parts)
     assert sum(part.weight for part in parts) == tokens.sum()
     for part in parts:
@@ -199,11 +197,8 @@ def test_seen_documents_weigh_little_while_their_member_lives() -> None:
 
 
 def test_whoever_comes_or_is_one_too_many_takes_a_free_slot() -> None:
-    assert free_slot(3, [0, 1, 2]) == 3
-    assert free_slot(3, [0, 1, 3, 4]) == 2
-    assert free_slot(0, []) == 0
-    assert free_slot(1, [0, 1]) == 2
-    assert agreed_slots({"a": 0, "b": 2, "c": 8}, 8) == {"a": 0, "b": 2, "c": 1}
+    assert (free_slot(3, [0, 1, 2]), free_slot(3, [0, 1, 3, 4]), free_slot(0, [])) == (3, 2, 0)
+    assert (free_slot(1, [0, 1]), agreed_slots({"a": 0, "b": 2, "c": 8}, 8)) == (2, {"a": 0, "b": 2, "c": 1})
 
 
 @settings(max_examples=40)
