@@ -82,9 +82,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Found:
 def test_a_hub_is_asked_once(status: int | None, headers: dict[str, str], said: str, found: Found) -> None:
     with hub(status, headers) as (url, asked):
         message = found(url)
-    assert said in message
-    assert url in message
-    assert "'no-such/model'" in message
+    assert all(part in message for part in (said, url, "'no-such/model'")), message
     assert "offline=True" in message or "gated" in message
     assert asked == ["/api/models/no-such/model"]
 

@@ -121,26 +121,17 @@ def test_a_stream_may_be_left_after_a_close(bge: str) -> None:
         engine.close()
         with pytest.raises(EngineNotReadyError, match="not running"):
             next(stream)
-
-    def fail_after_close() -> None:
-        with engine.start().stream("query", TEXTS):
-            engine.close()
-            raise KeyError("the caller's own")
-
-    with pytest.raises(KeyError, match="the caller's own"):
-        fail_after_close()
+    with pytest.raises(KeyError, match="the caller's own"), engine.start().stream("query", TEXTS):  # noqa: PT012
+        engine.close()
+        raise KeyError("the caller's own")
 
 
 @pytest.mark.parametrize("call", ["score", "close", "start", "clear_cache"])
 def test_a_call_from_its_own_progress_is_refused(bge: str, call: str) -> None:
     with new_engine(bge) as engine:
         arguments = {"score": ("query", TEXTS)}.get(call, ())
-
-        def progress(done: int, total: int) -> None:
-            getattr(engine, call)(*arguments)
-
         with pytest.raises(RequestFailedError, match="would wait for itself") as failed:
-            engine.score("query", TEXTS, progress=progress)
+            engine.score("query", TEXTS, progress=lambda *_: getattr(engine, call)(*arguments))
         assert isinstance(failed.value.__cause__, EngineNotReadyError)
         assert len(engine.score("query", TEXTS).scores) == 20
 
@@ -161,8 +152,6 @@ import atexit, os, sys, threading, warnings
 from maxsimd import SyncEngine
 from maxsimd.engine import EngineNotReadyError
 warnings.simplefilter("ignore", DeprecationWarning)
-
-
 def forked(function):
     child = os.fork()
     if not child:
@@ -173,13 +162,9 @@ def forked(function):
             os._exit(1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def runs():
     with engine:
         assert len(engine.score("query", ["a", "b"]).scores) == 2
-
-
 def is_refused():
     for use in (lambda: engine.score("query", ["a"]), engine.start):
         try:
@@ -189,8 +174,6 @@ def is_refused():
         else:
             raise AssertionError("it was used")
         engine.close()
-
-
 engine = SyncEngine(MODEL, dtype="float32", threads=1, progress=False)
 forked(runs)  # it was made before the fork, and not started
 runs()
@@ -213,16 +196,11 @@ def test_an_engine_made_before_a_fork_runs_and_one_started_is_refused(bge: str, 
 ENDS = """
 import threading
 from maxsimd import SyncEngine
-
 engine = SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
 called = threading.Semaphore(0)
-
-
 def score():
     while True:
         engine.score("query", ["word " * 400] * 50, cache="bypass", progress=lambda *_: called.release())
-
-
 for _ in range(4):
     threading.Thread(target=score, daemon=True).start()
 for _ in range(20):
@@ -233,17 +211,12 @@ GIVES_UP = """
 import os, signal, threading, time
 from maxsimd import SyncEngine
 from maxsimd.engine.device import load as load_module
-
 load_model = load_module.load_model
-
-
 def interrupt_and_load(*arguments):
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     time.sleep(1)
     os.write(1, b"a load that was given up goes on")
     return load_model(*arguments)
-
-
 signal.signal(signal.SIGINT, signal.default_int_handler)
 load_module.load_model = interrupt_and_load
 try:
@@ -255,35 +228,28 @@ except KeyboardInterrupt:
 LEFT = """
 from maxsimd import EngineConfig, SyncEngine
 from maxsimd.api.cluster.data import ScoreRows
-
 rows = ScoreRows(EngineConfig(model=MODEL, dtype="float32"))
 rows.score([{"query": "a", "documents": [f"b {i}" for i in range(300)]}])
 SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
 """
 
-NEVER_STOPPED = """
+UNSTOPPED = """
 import asyncio, atexit, threading
 atexit.register(lambda: print(end="".join(each.name for each in threading.enumerate()[1:])))
 from maxsimd import Engine
-
-
 async def score():
     engine = Engine(MODEL, dtype="float32", threads=1)
     await engine.start()
     await engine.rerank("a", [f"b {i}" for i in range(300)])
-
-
 asyncio.run(score())
 """
 
 UNFINISHED = r"(stopping with \d requests unfinished when the grace is over\n)?"
 
 
-@pytest.mark.parametrize(
-    ("program", "said"), [(ENDS, UNFINISHED), (GIVES_UP, ""), (LEFT, ""), (NEVER_STOPPED, "")]
-)
-def test_a_process_ends_beside_daemons_and_loads(bge: str, program: str, said: str) -> None:
-    command = [sys.executable, "-c", program.replace("MODEL", repr(bge))]
+@pytest.mark.parametrize(("code", "said"), [(ENDS, UNFINISHED), (GIVES_UP, ""), (LEFT, ""), (UNSTOPPED, "")])
+def test_a_process_ends_beside_daemons_and_loads(bge: str, code: str, said: str) -> None:
+    command = [sys.executable, "-c", code.replace("MODEL", repr(bge))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert re.fullmatch(said, done.stderr)

@@ -104,8 +104,7 @@ async def test_a_table_is_quiet_when_all_wait_and_then_empty(room: Room) -> None
     assert not empty.done()
     room.leave("second")
     await asyncio.wait_for(empty, 120)
-    server = web.Server(lambda request: None)  # type: ignore[arg-type, return-value]
-    connection = Connection(server, room.table, asyncio.get_running_loop())
+    connection = Connection(web.Server(Mock()), room.table, asyncio.get_running_loop())
     connection.forget()
     connection._enter(Phase.IDLE, 1.0)  # as when the answer to its last request is done with
     await asyncio.wait_for(room.table.until_empty(), 120)
@@ -130,8 +129,7 @@ async def test_upgrade_is_renamed_in_heads_and_never_in_bodies(room: Room) -> No
         ([chunked[:-1], chunked[-1:] + chunk + b"0\r\n\r\n"], [False]),
         ([chunked[:-3], chunked[-3:] + chunk + b"0\r\n\r\n"], [False]),
     ):
-        server = web.Server(lambda request: None)  # type: ignore[arg-type, return-value]
-        connection = Connection(server, room.table, asyncio.get_running_loop())
+        connection = Connection(web.Server(Mock()), room.table, asyncio.get_running_loop())
         for part in parts:
             connection.data_received(part)
         assert [message.upgrade for message, _ in connection._messages] == upgrades, parts

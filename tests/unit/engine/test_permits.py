@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from maxsimd.engine import EngineDeadError, QueueFullError, RequestTooLargeError
+from maxsimd.engine import EngineDeadError, QueueFullError, RequestTooLargeError, Tenant
 from maxsimd.engine.actors.actor import DropRequest
-from maxsimd.engine.tenants import Tenant
 from tests.unit.engine.test_admission import Door
 
 

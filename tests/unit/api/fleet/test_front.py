@@ -26,15 +26,13 @@ from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress, read_message
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import ScoreJob
-from maxsimd.engine import Engine, EngineConfig, errors
+from maxsimd.engine import Engine, EngineConfig, ScoreResult, Tenant, Usage, errors
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
 from maxsimd.engine.metrics import MergedMetrics
-from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
-from maxsimd.engine.tenants import Tenant
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors

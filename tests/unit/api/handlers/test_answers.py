@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 import maxsimd
-from maxsimd.engine import Engine, EngineConfig, Muvera, RequestTooLargeError, RerankResult
+from maxsimd.engine import Engine, EngineConfig, Muvera, RequestTooLargeError, RerankResult, Tenant
 from maxsimd.engine.processors.embedding import EmbeddingPlan
-from maxsimd.engine.tenants import Tenant
 from maxsimd.engine.workers import yield_to_smaller
 from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine

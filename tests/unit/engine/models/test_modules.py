@@ -12,8 +12,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.config import compress_layers_of
-from maxsimd.engine.execution.fused_layers import fused_self_attention
-from maxsimd.engine.execution.fused_layers.parts import record_attention
+from maxsimd.engine.execution.fused_layers import fused_self_attention, record_attention
 from maxsimd.engine.execution.runner import ATTENTION_NAME, register_attention
 from maxsimd.engine.models import bert
 from maxsimd.engine.models.gemma2 import Rows, compressed

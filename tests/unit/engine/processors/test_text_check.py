@@ -11,8 +11,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 
-from maxsimd.engine.checkpoint import LoadedModel, load_model, recipe_store
-from maxsimd.engine.checkpoint.model import PairRules
+from maxsimd.engine.checkpoint import LoadedModel, PairRules, load_model, recipe_store
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import prepare

@@ -15,11 +15,10 @@ import pytest_asyncio
 
 from maxsimd.api.process import resident_bytes
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import Engine, EngineConfig, Engines, PictureFile, ScoreResult, Stage, errors
+from maxsimd.engine import Engine, EngineConfig, Engines, PictureFile, ScoreResult, Stage, Truncation, errors
 from maxsimd.engine.actors.turns import Turn, Turns
 from maxsimd.engine.device import load
 from maxsimd.engine.device.thread import num_left_behind
-from maxsimd.engine.requests import Truncation
 from maxsimd.engine.several import cascade
 from maxsimd.engine.workers import give_back_memory
 from tests.waiting import Clock, Pause, until, wait_for
