@@ -86,8 +86,7 @@ async def test_an_engine_is_started_until_it_runs_or_is_given_up(caplog: pytest.
         engine, _, state, loading = _set_up(*starts)
         engine.restart_obstacle = obstacle
         assert not await loading.again(state)
-        assert state.phase == "dead"
-        assert message in caplog.text
+        assert (state.phase, message in caplog.text) == ("dead", True), caplog.text
     _, _, state, loading = _set_up(lambda: None, _never)
     assert await loading.first()
     async with asyncio.timeout(20):

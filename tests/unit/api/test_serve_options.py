@@ -130,8 +130,7 @@ def test_a_wrong_option_is_explained(served: Captured) -> None:
         (["--nope"], "No such option"),
     ):
         result = CliRunner().invoke(main, ["serve", *arguments])
-        assert result.exit_code == 2
-        assert message in result.output
+        assert (result.exit_code, message in result.output) == (2, True), result.output
         assert served == []
 
 
@@ -242,8 +241,7 @@ def test_help_shows_usual_options_groups_or_all() -> None:
             about, page = field.metadata, groups[field.metadata["group"]]
             if field.name != "model":
                 shown = f"\n  {field.name if about['within'] else flag(field.name)} "
-                assert shown in page
-                assert (shown in everything) == (about["within"] is None)
+                assert (shown in page, shown in everything) == (True, about["within"] is None), page
                 assert re.sub(r"\s+", "", about["help"]) in re.sub(r"\s+", "", page)
                 assert about["within"] or f"[env: {variable(field.name)}]" in page or field.name == "api_key"
             assert len(about["help"]) <= 100
@@ -254,8 +252,7 @@ def test_help_shows_usual_options_groups_or_all() -> None:
     assert "[default: False]" not in everything
     for command in ("rerank", "eval", "embed", "inspect"):
         own = _help(command, "--help", width=80)
-        assert "--dtype TYPE" not in own
-        assert "--help-all" in own
+        assert ("--dtype TYPE" in own, "--help-all" in own) == (False, True), own
         assert "--dtype" in _help(command, "--help=performance")
         assert "there is no group 'processes'" in _help(command, "--help=processes")
     assert all(len(_help(command, "-h", width=80).splitlines()) <= 24 for command in ("rerank", "eval"))
@@ -288,8 +285,7 @@ def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
     shown = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16"])
     assert (shown.stdout, shown.stderr) == ("shown: {'größe': 1}\n", "Loading some/model ...\n")
     as_json = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16", "--json", "--check"])
-    assert json.loads(as_json.stdout) == {"größe": 1}
-    assert "größe" in as_json.stdout
+    assert (json.loads(as_json.stdout), "größe" in as_json.stdout) == ({"größe": 1}, True), as_json.stdout
     config = EngineConfig(model="some/model", dtype="float16")
     assert asked == [(config, False), (config, True)]
 

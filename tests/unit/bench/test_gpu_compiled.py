@@ -104,11 +104,9 @@ def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(table, "KERNELS", {"MaxSim": few})
     path = tmp_path / "compiled.json"
     result = CliRunner().invoke(main, ["bench", "kernels", "--compiled", "--json", str(path)])
-    assert result.exit_code == 0, result.output
-    assert "held up by memory" in result.output
+    assert (result.exit_code, "held up by memory" in result.output) == (0, True), result.output
     rows = json.loads(path.read_text())["rows"]
     assert [row["capability"] for row in rows] == [80, 90, 100]
     assert rows[1]["programs"] == {"H100": 5, "H200": 5}
     refused = CliRunner().invoke(main, ["bench", "kernels", "--json", "x"])
-    assert refused.exit_code == 2
-    assert "--json goes with --compiled" in refused.output
+    assert (refused.exit_code, "--json goes with --compiled" in refused.output) == (2, True), refused.output

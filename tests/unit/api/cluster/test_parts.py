@@ -173,8 +173,7 @@ async def test_limits_of_tenants_need_a_single_scorer(caplog: pytest.LogCaptureF
 def test_keys_of_the_environment_are_asked_for_and_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "require_ray", lambda: None)  # importing it takes seconds
     written = CliRunner().invoke(main, ["cluster", "config", "a/b", "--api-key", "secret"])
-    assert written.exit_code == 2
-    assert "give --api-key-file" in written.output
+    assert (written.exit_code, "give --api-key-file" in written.output) == (2, True), written.output
     assert "secret" not in written.output
     configs: list[AppConfig] = []
     monkeypatch.setattr(session, "run", lambda config, *others: configs.append(config))

@@ -117,8 +117,7 @@ async def test_a_client_that_leaves_ends_the_work(caller: Caller, engine: Record
     await _ask(caller, sink, MANY)
     assert not sink.has_ended
     await until(lambda: engine.stats().open_requests == 0 and engine.stats().requests == 0)
-    assert caller.state.is_quiet
-    assert caller.state.bodies.bytes == 0
+    assert (caller.state.is_quiet, caller.state.bodies.bytes) == (True, 0)
     assert caller.metric("maxsimd_http_requests_total", route="/rerank", status="499") == 1
 
 
@@ -130,8 +129,7 @@ async def test_what_goes_wrong_later_is_the_last_line(caller: Caller, engine: Re
         await until(lambda: bool(sink.parts))
         for request_id in [*scheduler._open]:
             scheduler._fail(request_id, "the model failed on it")
-    assert (await asking).status == 500
-    assert sink.has_ended
+    assert ((await asking).status, sink.has_ended) == (500, True)
     assert json.loads(sink.parts[-1])["error"]["message"] == "the model failed on it"
     assert json.loads(sink.parts[0].splitlines()[0])["document"]
 

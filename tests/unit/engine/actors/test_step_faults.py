@@ -353,8 +353,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
             _arrive_by(monkeypatch, broken)
         async with asyncio.timeout(20):
             found = await workload.run(engine)
-        assert not engine.is_healthy
-        assert [type(one) for one in found] == [EngineDeadError] * len(found)
+        assert (engine.is_healthy, [type(one) for one in found]) == (False, [EngineDeadError] * len(found))
         assert calls == 1 or where == "arrival"
         assert "illegal memory access" in (engine.death or "")
         assert (engine.restart_obstacle is not None) == (where == "forward")

@@ -71,8 +71,7 @@ async def test_logits_are_unbounded(bert_cross_encoder: str, qwen3_embedding: st
     tasks = {name: replace(task, normalized=False) for name, task in model.tasks.items()}
     for similarity in ("dot", "maxsim", "meanmaxsim"):
         unbounded = replace(model, tasks=tasks, similarity=similarity)
-        assert score_scale(unbounded) == ScoreScale(similarity, None, None)
-        assert not has_bounds(unbounded)
+        assert (score_scale(unbounded), has_bounds(unbounded)) == (ScoreScale(similarity, None, None), False)
         with pytest.raises(InvalidRequestError, match="no bounds"):
             Normalization.of(unbounded)
     assert Normalization(False, True, None).apply(np.zeros(1, np.float32), np.array([0])).tolist() == [0]

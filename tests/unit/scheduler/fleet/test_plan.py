@@ -237,8 +237,7 @@ def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
     assert attempts.answered(halves[0].attempt)
     with pytest.raises(fleets.FleetError, match=r"documents\[5\], documents\[6\]") as failed:
         attempts.lost(halves[1].attempt, MEMBERS[3:])
-    assert failed.value.indices == (5, 6)
-    assert attempts.is_over
+    assert (failed.value.indices, attempts.is_over) == ((5, 6), True)
     assert not attempts.answered(sends[(7,)].attempt)
 
 
@@ -302,8 +301,7 @@ def test_nothing_is_lost_while_members_die(seed: int, documents: int, members: i
         assert sorted(answered) == list(range(documents)), "each once"
     else:
         assert failed is not None
-        assert poison in failed.indices
-        assert by_poison == 3
+        assert (poison in failed.indices, by_poison) == (True, 3), failed.indices
 
 
 def test_what_was_never_sent_counts_for_nothing() -> None:
@@ -329,5 +327,4 @@ def test_whole_parts_are_suspected_and_silent_members_are_not() -> None:
     sends = attempts.begin()
     for lost in (1, 2):
         sends = attempts.lost(sends[0].attempt, MEMBERS[lost:])
-    assert [each.part.indices.tolist() for each in sends] == [[0, 1, 2, 3]]
-    assert sends[0].is_suspect
+    assert ([each.part.indices.tolist() for each in sends], sends[0].is_suspect) == ([[0, 1, 2, 3]], True)
