@@ -76,23 +76,20 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_engine_is_started_until_it_runs_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     engine, _, state, loading = _set_up(_fail, _fail, lambda: None)
     assert state.phase == "restarting"
-    assert await loading.again(state)
-    assert engine.starts == []
-    assert state.comes_back
+    assert (await loading.again(state), engine.starts, state.comes_back) == (True, [], True)
     for starts, obstacle, message in (
         ([_fail] * 4, None, "it died 5 times in 10 minutes"),
         ([], "the GPU is lost", "the engine is not started again: the GPU is lost"),
     ):
         engine, _, state, loading = _set_up(*starts)
         engine.restart_obstacle = obstacle
-        assert not await loading.again(state)
-        assert (state.phase, message in caplog.text) == ("dead", True), caplog.text
+        assert (await loading.again(state), state.phase) == (False, "dead")
+        assert message in caplog.text
     _, _, state, loading = _set_up(lambda: None, _never)
     assert await loading.first()
     async with asyncio.timeout(20):
         assert not await loading.again(state)
-    assert not state.comes_back
-    assert "loading its model takes longer than" in caplog.text
+    assert (state.comes_back, "loading its model takes longer than" in caplog.text) == (False, True)
 
 
 async def test_a_signal_ends_it_and_the_server_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,8 +125,7 @@ def test_work_is_taken_only_while_all_is_well() -> None:
         state: Any = ServerState(Standing(), ServerConfig(restart_on_failure=restarts))
         assert state.closing is False
         state.engine.death, state.engine.is_healthy, state.closing = death, healthy, draining
-        assert state.phase == phase
-        assert state.is_ready is (phase == "ok")
+        assert (state.phase, state.is_ready) == (phase, phase == "ok")
         if phase == "ok":
             state.check_ready()
         elif refusal is not None:

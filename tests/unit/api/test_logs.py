@@ -128,11 +128,9 @@ def test_logging_does_not_wait_for_an_unread_pipe(monkeypatch: pytest.MonkeyPatc
         dropped = dropped_events()
         assert 6_000 < dropped < 8_000
         handler.close()
-        lines = [pipe.readline() for _ in range(12_000 - dropped + 1)]
-        assert [int(line[17:22]) for line in lines[:-1]] == [*range(12_000 - dropped)]
-        assert lines[-1].endswith(
-            f"WARNING {dropped} events were not logged: standard error did not take them\n"
-        )
+        *lines, last = (pipe.readline() for _ in range(12_000 - dropped + 1))
+        assert [int(line[17:22]) for line in lines] == [*range(12_000 - dropped)]
+        assert last.endswith(f"WARNING {dropped} events were not logged: standard error did not take them\n")
 
 
 @pytest.mark.usefixtures("restored_logging")

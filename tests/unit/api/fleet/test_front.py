@@ -259,9 +259,7 @@ async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> N
         await asyncio.wait_for(ended.wait(), 50)
 
 
-async def test_an_engine_with_a_locked_cache_gets_no_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_one_with_a_locked_cache_gets_no_work(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(roster_module, "_PAUSE_SECONDS", 0.01)
     unlocked = asyncio.Event()
 
@@ -505,9 +503,7 @@ async def test_who_has_not_the_secret_is_not_let_in() -> None:
     await engine.door.close()
 
 
-async def test_a_replica_of_another_version_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_of_another_version_is_unused(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(roster_module, "_PAUSE_SECONDS", 0.01)
     came: list[bytes] = []
 

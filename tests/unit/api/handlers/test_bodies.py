@@ -381,9 +381,7 @@ SLOW_BODIES = [
 
 
 @pytest.mark.parametrize(("path", "body", "status"), SLOW_BODIES)
-async def test_no_body_takes_the_event_loop_long(
-    engine: RecordingEngine, path: str, body: bytes, status: int
-) -> None:
+async def test_no_body_takes_the_event_loop_long(engine: Any, path: str, body: bytes, status: int) -> None:
     caller, calls = Caller(engine), 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

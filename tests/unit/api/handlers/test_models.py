@@ -103,9 +103,7 @@ class LoadingEngine:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(
-    is_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_that_loads_beside_a_clearing_clears_its_own(is_first: bool, monkeypatch: Any) -> None:
     setup = ModelSetup(name="a", engine=EngineConfig())
     engine: Any = LoadingEngine()
     monkeypatch.setattr(engines, "SharedEngine", lambda *_: engine)
