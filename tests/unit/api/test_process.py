@@ -269,9 +269,7 @@ def test_a_server_that_ignores_hangups_goes_on_doing_so(left: list[int]) -> None
 
 
 @pytest.mark.parametrize("number", process.SIGNALS)
-async def test_a_second_signal_ends_the_process_at_once(
-    left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_second_signal_ends_it_at_once(left: list[int], number: signal.Signals, caplog: Any) -> None:
     stop = process.Stop(grace=100)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(stop.signaled(), 120)

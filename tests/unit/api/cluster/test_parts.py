@@ -5,6 +5,7 @@ import gzip
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -43,10 +44,8 @@ def test_a_configuration_survives_or_is_refused() -> None:
 
 
 def _wanted(queued: Sequence[float], rates: Sequence[float], busy: Sequence[float], target: int = 2) -> int:
-    metrics = {
-        name: dict(enumerate(values))
-        for name, values in (("queued_tokens", queued), ("tokens_per_second", rates), ("busy", busy))
-    }
+    figures = {"queued_tokens": queued, "tokens_per_second": rates, "busy": busy}
+    metrics = {name: dict(enumerate(values)) for name, values in figures.items()}
     context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
     return QueuedTokensPolicy(wanted_seconds=2.0)(context)[0]
 
@@ -63,8 +62,7 @@ class _Asked:
     """Takes the place of the handlers, and notes what they were asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path = ""
-        self.body = b""
+        self.path, self.body = "", b""
         self.headers: dict[str, str] = {}
         monkeypatch.setattr(asgi, "handle", self._handle)
 
@@ -74,14 +72,8 @@ class _Asked:
         return Answer(200, {"X-Request-Id": "ours", "Content-Type": "text/plain"}, b"four")
 
     async def ask(self, messages: Sequence[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:
-        left, sent = list(messages), []
-
-        async def receive() -> dict[str, Any]:
-            return left.pop(0)
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
+        sent: list[dict[str, Any]] = []
+        receive, send = AsyncMock(side_effect=messages), AsyncMock(side_effect=sent.append)
         whole = {"type": "http", "method": "POST", "path": "/", "headers": [], **scope}
         await AsgiAdapter(cast("ServerState", None))(whole, receive, send)
         return sent
@@ -102,10 +94,7 @@ async def test_requests_of_asgi_reach_the_handlers(monkeypatch: pytest.MonkeyPat
         await asked.ask(_NO_BODY, raw_path=raw, root_path=root)
         assert asked.path == path
     packed = gzip.compress(b"some words")
-    pieces = [
-        {"type": "http.request", "body": packed[:9], "more_body": True},
-        {"type": "http.request", "body": packed[9:]},
-    ]
+    pieces = [_NO_BODY[0] | {"body": packed[:9], "more_body": True}, _NO_BODY[0] | {"body": packed[9:]}]
     headers = [(b"Content-Encoding", b"gzip"), (b"X-Twice", b"first"), (b"x-twice", b"second")]
     start, body = await asked.ask(pieces, headers=headers)
     assert (asked.body, asked.headers["x-twice"]) == (b"some words", "first")

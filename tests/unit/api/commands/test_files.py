@@ -54,12 +54,10 @@ def test_files_of_all_kinds_hold_the_same_texts(tmp_path: Path) -> None:
 
 def test_lines_end_where_lines_end_and_fields_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a\u2028b", "c\x85d", "e\x0bf"]
-    file = tmp_path / "a.jsonl"
-    file.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8")
-    assert [record.text for record in read_records(str(file), None, ())] == texts
-    lines = tmp_path / "a.txt"
-    lines.write_text("\r\n".join(texts), "utf-8")
-    assert [record.text for record in read_records(str(lines), None, ())] == texts
+    file, rows = tmp_path / "a.jsonl", [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    for path, lines in ((file, rows), (tmp_path / "a.txt", texts)):
+        path.write_text("\r\n".join(lines), "utf-8")
+        assert [record.text for record in read_records(str(path), None, ())] == texts
     file.write_text('{"title": "T", "text": "x", "n": 1}', encoding="utf-8")
     assert read_records(str(file), None, ("title", "text")) == [Record("T x")]
     assert read_records(str(file), None, ()) == [Record("x")]

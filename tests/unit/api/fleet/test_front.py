@@ -70,12 +70,10 @@ class StandIn:
     """Scores each document by its length; `before` runs ahead of answers to one kind of question."""
 
     def __init__(self, path: str, before: Before = None, kind: Any = wire.Score) -> None:
-        self.path = path
-        self.fingerprint = "one"
+        self.path, self.fingerprint, self.cancelled = path, "one", 0
         self.score_type = ScoreType.LATE_INTERACTION
         self.asked: list[wire.Score] = []
         self.encoded: list[wire.EncodeQuery] = []
-        self.cancelled = 0
         self.seen: list[type | wire.Command] = []
         self.answers = asyncio.Event()
         self.answers.set()
@@ -132,14 +130,9 @@ class StandIn:
 
 @asynccontextmanager
 async def fleet(
-    folder: Path,
-    count: int,
-    before: Before = None,
-    kind: Any = wire.Score,
-    score_type: ScoreType = ScoreType.LATE_INTERACTION,
-    timeout: float = 60.0,
-    is_alone: bool = True,
-) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
+    folder: Path, count: int, before: Before = None, kind: Any = wire.Score,
+    score_type: ScoreType = ScoreType.LATE_INTERACTION, timeout: float = 60.0, is_alone: bool = True,
+) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:  # fmt: skip
     engines = [StandIn(str(folder / str(i)), before, kind) for i in range(count)]
     for engine in engines:
         engine.score_type = score_type
@@ -239,8 +232,7 @@ async def test_an_engine_that_connects_learns_what_changes_meanwhile(tmp_path: P
 
 
 async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
+    begun, ended, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def work() -> None:
         end = time.monotonic() + 100
@@ -602,13 +594,11 @@ async def test_a_query_is_encoded_once_where_there_are_parts(tmp_path: Path) -> 
 
 
 async def test_where_the_encoding_engine_dies_three_try(tmp_path: Path) -> None:
-    died: list[StandIn] = []
-    deadly = _deadly(died, most=1, comes_back=False)
-    async with fleet(tmp_path, 3, deadly, wire.EncodeQuery) as (front, engines):
+    died, deaths = list[StandIn](), list[StandIn]()
+    async with fleet(tmp_path, 3, _deadly(died, 1, comes_back=False), wire.EncodeQuery) as (front, engines):
         assert (await front.score("q", DOCUMENTS)).scores == LENGTHS
         assert sum([len(engine.encoded) for engine in engines]) == 2
         assert not died[0].asked
-    deaths: list[StandIn] = []
     async with fleet(tmp_path, 2, _deadly(deaths, most=9), wire.EncodeQuery) as (front, _):
         with pytest.raises(errors.RequestFailedError, match="while they encoded the query"):
             await front.score("q", DOCUMENTS)
@@ -645,13 +635,10 @@ def test_what_is_sent_is_received() -> None:
         *(Vectors(np.arange(8).astype(dtype).reshape(2, 4)) for dtype in ("float32", "float16", "int8")),
         Vectors(rows[2]),
     ]
-    run = wire.Run(wire.Truncation(), 0, "", None)
-    question = wire.Score(
-        queries=["q"], documents=wire.sent_items(documents), run=run, explain="maps", instruction="i"
-    )
-    received = wire.decode_to_engine(wire.encode(wire.Ask(3, question)))
-    assert isinstance(received, wire.Ask)
-    assert isinstance(received.question, wire.Score)
+    run, items = wire.Run(wire.Truncation(), 0, "", None), wire.sent_items(documents)
+    question = wire.Score(queries=["q"], documents=items, run=run, explain="maps", instruction="i")
+    received: Any = wire.decode_to_engine(wire.encode(wire.Ask(3, question)))
+    assert (type(received), type(received.question)) == (wire.Ask, wire.Score)
     assert received.question.instruction == "i"
     for sent, got in zip(documents, map(wire.received_item, received.question.documents), strict=True):
         assert type(got) is type(sent)
@@ -682,13 +669,8 @@ def test_metrics_of_processes_are_one() -> None:
     registry = CollectorRegistry()
     registry.register(MergedMetrics(lambda: [({"replica": "0"}, one), ({"front": "1"}, other)]))
     assert generate_latest(registry).decode().splitlines() == [
-        "# HELP a_total of a",
-        "# TYPE a_total counter",
-        'a_total{replica="0",x="1 2"} 3.0',
-        'a_total{replica="0"} 4.0',
-        'a_total{front="1",x="1 2"} 3.0',
-        'a_total{front="1"} 4.0',
-        "# HELP b of b",
-        "# TYPE b gauge",
-        'b{front="1"} 1.0',
+        *("# HELP a_total of a", "# TYPE a_total counter"),
+        *('a_total{replica="0",x="1 2"} 3.0', 'a_total{replica="0"} 4.0'),
+        *('a_total{front="1",x="1 2"} 3.0', 'a_total{front="1"} 4.0'),
+        *("# HELP b of b", "# TYPE b gauge", 'b{front="1"} 1.0'),
     ]

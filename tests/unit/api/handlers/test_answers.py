@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 import maxsimd
-from maxsimd.engine import Engine, EngineConfig, Muvera, RequestTooLargeError, RerankResult, Tenant
+from maxsimd.engine import Engine, Muvera, RequestTooLargeError, RerankResult, Tenant
 from maxsimd.engine.processors.embedding import EmbeddingPlan
 from maxsimd.engine.workers import yield_to_smaller
 from tests.nearly import nearly
@@ -113,22 +113,20 @@ async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
         ("/v1/multimodalembeddings", _multimodal, {"truncation": False}),
         ("/v1/ranking", lambda text: {"query": "q", "passages": [{"text": text}]}, refuse),
     ):
-        fits, too_long = body("word " * 254), body("word " * 255)
+        fits, long = body("word " * 254), body("word " * 255)
         fitting = await caller.post(path, fits | strict)
         assert (fitting.status, "x-maxsimd-warnings" in fitting.headers) == (200, False), fitting.headers
-        cut = await caller.post(path, too_long)
+        cut = await caller.post(path, long)
         assert cut.status == 200
         assert cut.headers["x-maxsimd-warnings"].startswith("1 input was longer than the model reads")
         answer = json.loads(cut.body)
         if isinstance(answer, dict):
             assert answer["warnings"] == [cut.headers["x-maxsimd-warnings"]]
-        error = await caller.refused(
-            path, too_long | strict, 400, says="257 tokens, but at most 256 can be run"
-        )
+        error = await caller.refused(path, long | strict, 400, says="257 tokens, but at most 256 can be run")
         (name,) = strict
         assert f"refuse them with {name} " in cut.headers["x-maxsimd-warnings"]
         assert f"let it be truncated ({name} " in error["message"]
-        assert error["param"] in too_long
+        assert error["param"] in long
         assert error["message"].startswith(error["param"])
     for path, body, name, value, cut_field in (
         ("/rerank", {"query": "q", "documents": ["two words"]}, "max_tokens_per_doc", 1, "documents"),
@@ -210,8 +208,7 @@ async def test_what_the_model_cannot_do_is_refused(caller: Caller) -> None:
 
 
 async def test_the_model_card_and_metrics_say_what_runs(caller: Caller) -> None:
-    answer = await caller.ask("GET", "/v1/models")
-    listed = json.loads(answer.body)
+    listed = json.loads((await caller.ask("GET", "/v1/models")).body)
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert abs(card.pop("created") - time.time()) < 600
@@ -297,8 +294,7 @@ async def test_llama_cpps_and_infinitys_shapes(caller: Caller, ranked: RerankRes
     assert (answer["object"], answer["usage"]["total_tokens"]) == ("rerank", ranked.usage.prompt_tokens)
     del body["return_documents"]
     assert [one["document"] for one in (await caller.json("/infinity/rerank", body))["results"]] == [None] * 2
-    answer = await caller.ask("GET", "/infinity/models")
-    (card,) = json.loads(answer.body)["data"]
+    (card,) = json.loads((await caller.ask("GET", "/infinity/models")).body)["data"]
     assert (card["owned_by"], card["stats"]) == ("infinity", {"queue_absolute": 0, "results_pending": 0})
 
 
@@ -395,8 +391,7 @@ async def test_one_vector_is_made_of_the_token_vectors(caller: Caller) -> None:
     np.testing.assert_array_equal(vectors_of(first), vectors_of(again))
     unprojected = await caller.json("/v1/embeddings", {**ENCODED, "muvera": {**SMALL, "d_proj": 0}})
     assert (vectors_of(unprojected).shape, unprojected["encoding"]["d_proj"]) == ((4, 4 * 3 * 384), 0)
-    asked = {**ENCODED, "muvera": SMALL, "encoding_format": "safetensors"}
-    whole = await caller.post("/v1/embeddings", asked)
+    whole = await caller.post("/v1/embeddings", ENCODED | {"muvera": SMALL, "encoding_format": "safetensors"})
     length = int.from_bytes(whole.body[:8], "little")
     about = json.loads(json.loads(whole.body[8 : 8 + length])["__metadata__"]["encoding"])
     assert (about["k_sim"], about["d_final"]) == (2, None)
@@ -423,8 +418,7 @@ async def test_vectors_end_at_the_timeout(engine: RecordingEngine, monkeypatch: 
 
 
 async def test_long_vectors_have_a_price(engine: RecordingEngine) -> None:
-    texts = ["a"] * 40
-    long = Muvera(k_sim=12, r_reps=64, d_proj=1)
+    texts, long = ["a"] * 40, Muvera(k_sim=12, r_reps=64, d_proj=1)
     engine.set_tenants({"": Tenant(max_request_tokens=5000)})
     try:
         with pytest.raises(RequestTooLargeError, match="tokens, more than the 5000"):
@@ -435,9 +429,8 @@ async def test_long_vectors_have_a_price(engine: RecordingEngine) -> None:
 
 
 async def test_cached_token_vectors_give_the_same_vectors() -> None:
-    config = EngineConfig(dtype="float32", threads=1, cache_precision="float32")
     options: dict[str, Any] = {"encoding": Muvera(**SMALL)}
-    async with Engine(config) as engine:
+    async with Engine(dtype="float32", threads=1, cache_precision="float32") as engine:
         run = await engine.embed(TEXTS, input_type="document", **options)
         assert run.usage.cached_documents == 0
         await engine.score("what is it", TEXTS[1:])

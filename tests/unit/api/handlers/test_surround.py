@@ -214,9 +214,7 @@ DEAD = "the engine has died and the server must be restarted"
 RESTARTING = "the engine has failed and is being restarted; send the request again shortly"
 
 
-async def test_an_error_is_answered_counted_and_logged(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_is_answered_counted_and_logged(engine: Any, monkeypatch: Any, lines: Any) -> None:
     for error, status in ((QueueFullError("full", 1.2), 429), (RuntimeError("inside"), 500)):
         caller = Caller(engine)
         lines.clear()

@@ -92,9 +92,7 @@ def test_every_part_of_attention_is_checked(model: LoadedModel) -> None:
         assert (mismatch is not None and "differs" in mismatch) == is_used
 
 
-def test_attention_on_a_gpu_is_ours_where_it_is_right(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_a_gpu_attention_is_ours_where_right(model: LoadedModel, monkeypatch: Any, caplog: Any) -> None:
     right = OneByOneBackend()
     failing: Any = OneByOneBackend()
     failing.full = Mock(side_effect=RuntimeError("no kernel image is available"))

@@ -200,9 +200,7 @@ class _Missing(linear.Float32Linear):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ways_that_are_wrong_slow_or_missing_are_not_taken(dtype: Any, monkeypatch: Any, caplog: Any) -> None:
     ways = [linear.Method(make.__name__, make) for make in (_Wrong, _Slow, _Missing)]
     monkeypatch.setattr(linear, "methods_for", lambda dtype: ways)
     caplog.set_level("DEBUG", "maxsimd.engine.execution.linear")

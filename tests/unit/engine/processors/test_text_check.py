@@ -205,9 +205,7 @@ def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoin
     assert _checked(model, _config(folder)) is not None
 
 
-def test_documents_have_the_prompt_of_the_library(
-    checkpoints: SharedCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_documents_have_the_prompt_of_the_library(checkpoints: Any, tmp_path: Path, caplog: Any) -> None:
     folder = checkpoints.copy(BI, tmp_path / "copy")
     prompts = {"query": "query: ", "passage": "passage: "}
     _change(folder / "config_sentence_transformers.json", prompts=prompts)

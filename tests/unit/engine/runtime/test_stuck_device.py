@@ -138,9 +138,7 @@ async def test_the_dead_are_freed_before_loads(monkeypatch: pytest.MonkeyPatch, 
         assert await _score(engine)
 
 
-async def test_a_start_that_is_stuck_can_be_given_up(
-    sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
-) -> None:
+async def test_a_start_that_is_stuck_can_be_given_up(sticking: Any, monkeypatch: Any, config: Any) -> None:
     engine = Engine(config)
     with monkeypatch.context() as stuck:
         stuck.setattr(launch_module, "load_device_model", sticking.here)
