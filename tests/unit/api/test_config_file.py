@@ -111,10 +111,8 @@ def test_each_model_has_its_options(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
     for arguments, text, message in (
-        ([], "prot: 1", "there is no option prot"),
-        ([], "- port", "holds no options but list"),
-        ([], "port: [", "is no YAML"),
-        ([], "port: many", "'many' is not a valid integer"),
+        *(([], "prot: 1", "there is no option prot"), ([], "- port", "holds no options but list")),
+        *(([], "port: [", "is no YAML"), ([], "port: many", "'many' is not a valid integer")),
         ([], "port: 1\nhost: a\nport: 2", "there are two entries named port, the second in line 3"),
         ([], "max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
         ([], "port: 2024-13-45", "is no YAML: month must be in 1..12"),

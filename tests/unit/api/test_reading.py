@@ -62,11 +62,8 @@ def test_missing_texts_are_told_by_their_field() -> None:
 
 def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
     for content, text in (
-        ("a", "a"),
-        ({"text": "a", "content": "b"}, "a"),
-        ({"content": "b"}, "b"),
-        ({"content": PARTS}, "one\ntwo"),
-        ({"text": PARTS}, "one\ntwo"),
+        *(("a", "a"), ({"text": "a", "content": "b"}, "a"), ({"content": "b"}, "b")),
+        *(({"content": PARTS}, "one\ntwo"), ({"text": PARTS}, "one\ntwo")),
     ):
         assert reading.as_items(content, "documents") == [text]
         assert reading.as_items(["z", content], "documents") == ["z", text]
@@ -187,10 +184,8 @@ PICTURE, LINK = EncodedPicture(DATA), PictureUrl(URL)
 
 def test_parts_are_read_in_their_order() -> None:
     for content, parts in (
-        ({"image": DATA}, [PICTURE]),
-        ({"image": "AAAA"}, [EncodedPicture("AAAA")]),
-        ({"image": URL}, [LINK]),
-        ({"image": {"url": URL}}, [LINK]),
+        *(({"image": DATA}, [PICTURE]), ({"image": "AAAA"}, [EncodedPicture("AAAA")])),
+        *(({"image": URL}, [LINK]), ({"image": {"url": URL}}, [LINK])),
         ({"image": "file:///a.png"}, [PictureUrl("file:///a.png")]),
         ({"text": "a", "image": DATA}, [PICTURE, "a"]),
         ({"type": "image_url", "image_url": {"url": DATA}}, [PICTURE]),

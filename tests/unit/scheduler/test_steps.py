@@ -201,13 +201,10 @@ def test_tokens_and_chunks_say_what_they_are() -> None:
     (text,), (prefix, pair) = texts(0, [10]), scheduled_requests.pairs(0, 1, [30])
     names = ("is_first", "is_last", "is_whole", "is_prefix", "is_all_after_prefix")
     for sequence, start, stop, expected in (
-        (text, 0, 10, {"is_first", "is_last", "is_whole"}),
-        (text, 0, 9, {"is_first"}),
-        (text, 1, 10, {"is_last"}),
-        (text, 1, 9, set()),
+        *((text, 0, 10, {"is_first", "is_last", "is_whole"}), (text, 0, 9, {"is_first"})),
+        *((text, 1, 10, {"is_last"}), (text, 1, 9, set())),
         (prefix, 0, 1, {"is_first", "is_last", "is_whole", "is_prefix"}),
-        (pair, 1, 31, {"is_last", "is_all_after_prefix"}),
-        (pair, 1, 30, set()),
+        *((pair, 1, 31, {"is_last", "is_all_after_prefix"}), (pair, 1, 30, set())),
         (pair, 2, 31, {"is_last"}),
     ):
         chunk = Chunk(sequence, start, stop)

@@ -85,11 +85,9 @@ _NO_BODY = [{"type": "http.request", "body": b""}]
 async def test_requests_of_asgi_reach_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _Asked(monkeypatch)
     for raw, root, path in (
-        (b"/rerank", "", "/rerank"),
-        (b"/app/rerank?a=b", "/app", "/rerank"),
+        *((b"/rerank", "", "/rerank"), (b"/app/rerank?a=b", "/app", "/rerank")),
         (b"/app/v1/models/a%2Fb%20c", "/app", "/v1/models/a%2Fb c"),
-        (b"/application", "/app", "/application"),
-        (b"/app", "/app", "/"),
+        *((b"/application", "/app", "/application"), (b"/app", "/app", "/")),
     ):
         await asked.ask(_NO_BODY, raw_path=raw, root_path=root)
         assert asked.path == path

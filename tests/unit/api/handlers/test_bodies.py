@@ -84,16 +84,12 @@ async def test_half_of_a_character_is_told_by_its_place(caller: Caller) -> None:
         assert (status, error["message"]) == (400, where + HALF)
 
 
-@pytest.mark.parametrize(
-    ("path", "name"), [("/rerank", "documents"), ("/score", "items"), ("/invocations", "documents")]
-)
-async def test_half_of_a_character_may_be_a_documents_error(
-    caller: Caller, path: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("path", ["/rerank", "/score", "/invocations"])
+async def test_half_a_character_may_be_a_documents_error(caller: Caller, path: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("maxsimd.api.handlers.bodies.BLOCK", 9)
     # The second is cut before its half; the last has a backslash and what looks like one.
     documents = ["\U0001f600", "word " * 300 + "\ud83d", {"text": "\ude00"}, "\\ud83d \ufdd0"]
-    query = {"queries": "q"} if path == "/score" else {"query": "q"}
+    query, name = ({"queries": "q"}, "items") if path == "/score" else ({"query": "q"}, "documents")
     answer = await caller.json(path, query | {name: documents, "on_error": "report"})
     assert [each["index"] for each in answer["errors"]] == [1, 2]
     assert all(each["error"].endswith(HALF) for each in answer["errors"])
@@ -195,12 +191,7 @@ def test_a_route_learns_its_type_before_it_is_asked(monkeypatch: pytest.MonkeyPa
     """Types that threads decode for the first time at once crash msgspec."""
     learnt: list[type] = []
     decoder = msgspec.json.Decoder
-
-    def learn(kind: type) -> object:
-        learnt.append(kind)
-        return decoder(kind)
-
-    monkeypatch.setattr(msgspec.json, "Decoder", learn)
+    monkeypatch.setattr(msgspec.json, "Decoder", lambda kind: learnt.append(kind) or decoder(kind))
     post(("/new",), SCORE, Shown(Group.RANK, "New"))
     assert learnt == [ScoreRequest]
 
@@ -337,14 +328,11 @@ async def test_made_up_names_fill_no_header_or_log(caller: Caller, lines: pytest
     for i in range(24):
         names = {f"\U0001f600\r\n{i}.{j}{'x' * 900}": 1 for j in range(20)}
         said = (await caller.post("/rerank", RERANK | names)).headers["x-maxsimd-warnings"]
-        assert said.isascii()
-        assert said.isprintable()
-        assert len(said) < 2_000
+        assert (said.isascii(), said.isprintable(), len(said) < 2_000) == (True, True, True), said
         assert said.endswith("; more fields are not read here")
     logged = [record.getMessage() for record in lines.records if record.levelname == "WARNING"]
-    assert len(logged) == 201
+    assert (len(logged), logged[-1]) == (201, "more unread fields of requests are not logged")
     assert max(map(len, logged)) < 200
-    assert logged[-1] == "more unread fields of requests are not logged"
 
 
 async def test_answers_have_the_warnings_of_their_header(caller: Caller) -> None:
@@ -393,5 +381,4 @@ async def test_no_body_takes_the_event_loop_long(engine: Any, path: str, body: b
         answer = await caller.post(path, body)
     finally:
         sys.setprofile(None)
-    assert answer.status == status
-    assert calls < 60_000
+    assert (answer.status, calls < 60_000) == (status, True), calls

@@ -44,10 +44,7 @@ async def engine(model: str) -> AsyncIterator[RecordingEngine]:
 
 
 async def test_media_and_chats_time_out(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def wait(*given: object, **options: object) -> None:
-        await asyncio.sleep(30)
-
-    caller = Caller(engine)
+    caller, wait = Caller(engine), lambda *given, **options: asyncio.sleep(30)
     monkeypatch.setattr(engine, "conversation", wait)
     monkeypatch.setattr(ServerState, "reads_pictures", property(lambda state: state.media.filled is wait))
     chat, text = {"messages": MESSAGES}, {"input": "a"}
@@ -72,10 +69,8 @@ async def test_messages_read_as_templated(engine: RecordingEngine, model: str, p
     (_, texts, _) = engine.calls[-1]
     assert (texts, answer["usage"]["prompt_tokens"]) == (([ids],), len(ids))
     (item,) = answer["data"]
-    if path == "/v1/multi-vector":
-        expected = (await engine.embed_tokens([ids])).embeddings[0]
-    else:
-        expected = (await engine.embed([ids])).embeddings[0]
+    embed: Any = engine.embed_tokens if path == "/v1/multi-vector" else engine.embed
+    expected = (await embed([ids])).embeddings[0]
     (vectors,) = (item[name] for name in ("embedding", "embeddings", "data") if name in item)
     np.testing.assert_array_equal(np.array(vectors, dtype=np.float32).reshape(expected.shape), expected)
 

@@ -126,5 +126,6 @@ async def test_errors_and_wrong_requests_are_as_described(engine: RecordingEngin
     for body in ({"query": 7, "documents": ["d"]}, {"documents": ["d"]}, []):
         assert not _validator(page, request).is_valid(body)
         _validator(page, error).validate(json.loads((await Caller(engine).ask("POST", "/rerank", body)).body))
-    good = {"query": "q", "documents": ["d", {"text": "e"}], "top_n": None}
-    assert _validator(page, request).is_valid(good)
+    assert _validator(page, request).is_valid(
+        {"query": "q", "documents": ["d", {"text": "e"}], "top_n": None}
+    )

@@ -62,11 +62,11 @@ def reranker(bert_cross_encoder: str) -> EngineConfig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def asking(reranker: EngineConfig, keys: Path) -> AsyncIterator[Asking]:
-    setups = {
-        "embed": EngineConfig(score_type="bi-encoder", **OPTIONS),
-        "rerank": reranker,
-        "broken": EngineConfig(model="/nowhere", **OPTIONS),
-    }
+    embed, broken = (
+        EngineConfig(score_type="bi-encoder", **OPTIONS),
+        EngineConfig(model="/nowhere", **OPTIONS),
+    )
+    setups = {"embed": embed, "rerank": reranker, "broken": broken}
     models = _models(setups, str(Path(str(reranker.model)).parent))
     await models.start()
     try:

@@ -50,11 +50,8 @@ async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: Recordin
 
 
 async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, message in (
-        ("/v1/embeddings", "sparse_embed"),
-        ("/v1/multi-vector", "sparse_embed"),
-        ("/pooling", "/embed_sparse"),
-    ):
+    said = {"/v1/embeddings": "sparse_embed", "/v1/multi-vector": "sparse_embed", "/pooling": "/embed_sparse"}
+    for path, message in said.items():
         await caller.refused(path, {"input": TEXTS}, 400, says=message)
     for name, value in (("normalize", True), ("dimensions", 4), ("input_type", "poem")):
         path = "/embed_sparse" if name == "input_type" else "/"

@@ -86,16 +86,12 @@ def test_a_request_without_a_model_goes_to_the_first_fit() -> None:
     for wanted, models, expected in (
         (Wanted.RANKING, "bi reranker colbert", "reranker"),
         (Wanted.RANKING, "bi colbert reranker", "colbert"),
-        (Wanted.RANKING, "classifier splade bi", "splade"),
-        (Wanted.RANKING, "classifier", "classifier"),
-        (Wanted.VECTORS, "reranker colbert bi", "bi"),
-        (Wanted.VECTORS, "reranker colbert", "colbert"),
+        *((Wanted.RANKING, "classifier splade bi", "splade"), (Wanted.RANKING, "classifier", "classifier")),
+        *((Wanted.VECTORS, "reranker colbert bi", "bi"), (Wanted.VECTORS, "reranker colbert", "colbert")),
         (Wanted.TOKEN_VECTORS, "reranker bi colbert", "bi"),
         (Wanted.SPARSE_VECTORS, "bi splade", "splade"),
-        (Wanted.CLASSES, "reranker classifier", "classifier"),
-        (Wanted.CLASSES, "bi reranker", "reranker"),
-        (Wanted.ANYTHING, "splade bi", "splade"),
-        (Wanted.VECTORS, "bi unknown", "bi"),
+        *((Wanted.CLASSES, "reranker classifier", "classifier"), (Wanted.CLASSES, "bi reranker", "reranker")),
+        *((Wanted.ANYTHING, "splade bi", "splade"), (Wanted.VECTORS, "bi unknown", "bi")),
     ):
         assert first_suited(wanted, {name: MODELS[name] for name in models.split()}) == expected
     for models in ("unknown reranker", "bi unknown"):

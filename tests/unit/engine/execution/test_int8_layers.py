@@ -1,6 +1,7 @@
 """Faster linear layers against the plain ones: by torch, and in int8 without AVX-512 BF16."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 from unittest.mock import Mock
 
 import pytest

@@ -443,11 +443,8 @@ def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytes
         ("{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first "
          "| default('') }}", True),
         ("{% for m in messages if m.role in ('query', 'document') %}{{ m.content }}{% endfor %}", True),
-        ("{{ document | trim }}", False),
-        ("{{ document.strip() }}", False),
-        ("{{ document[:9] }}", False),
-        ("{{ messages[1].content[0] }}", False),
-        ("{{ document or query }}", False),
+        *(("{{ document | trim }}", False), ("{{ document.strip() }}", False), ("{{ document[:9] }}", False)),
+        *(("{{ messages[1].content[0] }}", False), ("{{ document or query }}", False)),
         ("{% if document %}{{ document }}{% endif %}", False),
         ("{% if 'w1' in document %}{{ document }}{% endif %}", False),
         ("{% set d = document %}{{ d if d != 'w1' else query }}", False),

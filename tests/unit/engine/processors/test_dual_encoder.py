@@ -229,15 +229,11 @@ def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
     rest = scorer.ROWS_PER_TOKEN - scorer.ROWS_PER_TOKEN // scorer.DOCUMENTS_PER_TOKEN
     documents = ON_HOST.documents // scorer.DOCUMENTS_PER_TOKEN
     for rows, expected in (
-        ([], []),
-        ([half, half], [(2, of_full)]),
-        ([half, half, 1], [(2, of_full), (1, 1)]),
+        *(([], []), ([half, half], [(2, of_full)]), ([half, half, 1], [(2, of_full), (1, 1)])),
         ([half, half + 1], [(1, of_half), (1, of_half)]),
         ([1, ON_HOST.rows + 1, 1], [(1, 1), (1, of_full), (1, 1)]),
-        ([0] * (ON_HOST.documents + 1), [(ON_HOST.documents, documents), (1, 1)]),
-        ([0], [(1, 1)]),
-        ([rest], [(1, 1)]),
-        ([rest + 1], [(1, 2)]),
+        *(([0] * (ON_HOST.documents + 1), [(ON_HOST.documents, documents), (1, 1)]), ([0], [(1, 1)])),
+        *(([rest], [(1, 1)]), ([rest + 1], [(1, 2)])),
         ([0] * scorer.DOCUMENTS_PER_TOKEN, [(scorer.DOCUMENTS_PER_TOKEN, 1)]),
         ([0] * (scorer.DOCUMENTS_PER_TOKEN + 1), [(scorer.DOCUMENTS_PER_TOKEN + 1, 2)]),
     ):

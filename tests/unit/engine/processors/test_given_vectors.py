@@ -55,9 +55,7 @@ async def test_vectors_have_the_scores_of_their_texts(colbert: RecordingEngine, 
     expected = (await colbert.score(QUERY, DOCUMENTS, cache="bypass")).scores
     query, rows = vectors
     given: tuple[tuple[Any, Any], ...] = (
-        (QUERY, rows),
-        (query, rows),
-        (query, DOCUMENTS),
+        *((QUERY, rows), (query, rows), (query, DOCUMENTS)),
         (QUERY, [rows[0], DOCUMENTS[1], Vectors(rows[2]), torch.from_numpy(rows[3])]),
         (torch.from_numpy(query), [each.astype(np.float64) for each in rows]),
         ([query, QUERY, query, query], [DOCUMENTS[0], rows[1], rows[2], DOCUMENTS[3]]),
@@ -245,10 +243,8 @@ async def test_over_http(colbert: RecordingEngine, vectors: Any) -> None:
 
 async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None:
     changes: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"embedding": "!"}, "is not base64"),
-        ({"embedding": "AAAA"}, "has 3 bytes"),
-        ({"embedding": ""}, "has 0 bytes"),
-        ({"embedding": 7, "shape": None}, "has the shape"),
+        *(({"embedding": "!"}, "is not base64"), ({"embedding": "AAAA"}, "has 3 bytes")),
+        *(({"embedding": ""}, "has 0 bytes"), ({"embedding": 7, "shape": None}, "has the shape")),
         ({"embedding": {"a": 1}}, "neither base64 nor lists"),
         ({"embedding": [[1.0], [1.0, 2.0]]}, "neither base64 nor lists"),
         ({"embedding": [[[0.5]]]}, "neither base64 nor lists"),
@@ -257,16 +253,12 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         ({"dtype": "float8"}, "dtype 'float8' is not known; use float32"),
         ({"dtype": ["float32"] * 100_000}, "dtype of type list is not known"),
         ({"dtype": "x" * 1000}, f"dtype '{'x' * 60}' is not known"),
-        ({"shape": [1, 1]}, r"shape \[1, 1\] does not fit"),
-        ({"shape": [-1]}, "does not fit"),
-        ({"shape": "a"}, "does not fit"),
-        ({"shape": [True]}, "does not fit"),
+        *(({"shape": [1, 1]}, r"shape \[1, 1\] does not fit"), ({"shape": [-1]}, "does not fit")),
+        *(({"shape": "a"}, "does not fit"), ({"shape": [True]}, "does not fit")),
         ({"shape": [[1] * 1_000_000, 1]}, "something else than whole numbers"),
         ({"shape": [int("9" * 19)] * 60_000}, "shape has 60000 sizes; give"),
-        ({"shape": [1, 2, 1]}, "shape has 3 sizes; give"),
-        ({"shape": [int("9" * 19), 0]}, "does not fit"),
-        ({"scales": [1.0]}, "leave them out"),
-        ({"scales": "!"}, "scales is not base64"),
+        *(({"shape": [1, 2, 1]}, "shape has 3 sizes; give"), ({"shape": [int("9" * 19), 0]}, "does not fit")),
+        *(({"scales": [1.0]}, "leave them out"), ({"scales": "!"}, "scales is not base64")),
         ({"scales": ["a"]}, "scales is neither"),
     )
     good = _sent(np.ones((2, colbert.model.tasks["token_embed"].dim), dtype=np.float32), "float32")
@@ -463,11 +455,8 @@ async def test_what_makes_no_sense_is_refused(engines: Engines, native_multi_vec
     engine = await engines(EngineConfig(model=native_multi_vector, dtype="float32", threads=1))
     rows = await engine.encode_query(QUERY)
     for query, reason, options in [
-        (["a", "b"], "one query to encode, not 2", {}),
-        (rows, "is an embedding already", {}),
-        ([], "is empty", {}),
-        (3, "must be a string", {}),
-        ("\ud800", "has half of a character", {}),
+        *((["a", "b"], "one query to encode, not 2", {}), (rows, "is an embedding already", {})),
+        *(([], "is empty", {}), (3, "must be a string", {}), ("\ud800", "has half of a character", {})),
         (QUERY, "no instruction", {"instruction": "Find cats"}),
     ]:
         with pytest.raises(errors.InvalidRequestError, match=reason):
