@@ -40,11 +40,7 @@ def measure() -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Captured:
     captured: Captured = []
-
-    def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float, *_: Any) -> int:
-        captured.append((engine_config, server_config, started))
-        return 7
-
+    serve = lambda *given: captured.append(given[:3]) or 7  # noqa: E731
     monkeypatch.setattr("maxsimd.api.serve.serve", serve)
     monkeypatch.setattr("maxsimd.api.fleet.supervisor.supervise", serve)
     monkeypatch.setattr("maxsimd.api.logs.set_up_logging", lambda level, form: None)
@@ -275,12 +271,8 @@ def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 1
     assert "Error: there is no folder '/nowhere/at/all'" in result.output
     asked: list[tuple[EngineConfig, bool]] = []
-
-    def inspect_model(config: EngineConfig, check: bool) -> dict[str, Any]:
-        asked.append((config, check))
-        return {"größe": 1}
-
-    monkeypatch.setattr("maxsimd.engine.inspection.inspect_model", inspect_model)
+    note = lambda config, check: asked.append((config, check)) or {"größe": 1}  # noqa: E731
+    monkeypatch.setattr("maxsimd.engine.inspection.inspect_model", note)
     monkeypatch.setattr("maxsimd.engine.inspection.show", lambda rows: f"shown: {rows}")
     shown = CliRunner().invoke(main, ["inspect", "some/model", "--dtype", "float16"])
     assert (shown.stdout, shown.stderr) == ("shown: {'größe': 1}\n", "Loading some/model ...\n")
@@ -338,9 +330,7 @@ def test_no_temp_folder_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
 
 def test_a_fleet_without_replicas_ends_quietly(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async def live(process: Any) -> None:
-        await asyncio.sleep(100 * process._setup.is_front)
-
+    live = lambda process: asyncio.sleep(100 * process._setup.is_front)  # noqa: E731
     monkeypatch.setattr("maxsimd.api.fleet.supervisor._Process.live", live)
     monkeypatch.setattr("maxsimd.api.fleet.supervisor.show_stacks_on_sigusr1", lambda also: None)
     assert supervise(EngineConfig(), ServerConfig(host="127.0.0.1", port=0, fronts=2), 0.0) == 1

@@ -21,6 +21,7 @@ from maxsimd.engine import media
 
 LIMITS = media.PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 MOST_BYTES = 1_000
+Chunk = tuple[bytes, bytes]
 
 
 def file_of(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
@@ -81,9 +82,7 @@ def test_what_is_transparent_stands_on_white() -> None:
     data[6:10] = struct.pack("<HH", 4, 3)
     found = read(bytes(data))
     assert found.shape == (3, 4, 3)
-    assert (found[:2, :2] == 0).all()
-    assert (found[2:] == 255).all()
-    assert (found[:, 2:] == 255).all()
+    assert [(found[:2, :2] == 0).all(), (found[2:] == 255).all(), (found[:, 2:] == 255).all()] == [True] * 3
 
 
 def test_sixteen_bits_are_scaled_and_first_frames_read() -> None:
@@ -163,21 +162,19 @@ def test_what_is_no_picture_or_a_large_animation_is_refused() -> None:
         media.decoded(data, media.PictureLimits())
 
 
-def _chunks(*chunks: tuple[bytes, bytes]) -> bytes:
+def _chunks(*chunks: Chunk) -> bytes:
     return b"".join(
         struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
         for kind, content in chunks
     )
 
 
-def _with_chunks(*chunks: tuple[bytes, bytes], image: Image.Image) -> bytes:
+def _with_chunks(*chunks: Chunk, image: Image.Image) -> bytes:
     data = file_of(image)
     return data[:33] + _chunks(*chunks) + data[33:]
 
 
-def _png(
-    width: int, height: int, rows: bytes, *chunks: tuple[bytes, bytes], depth: int = 8, kind: int = 2
-) -> bytes:
+def _png(width: int, height: int, rows: bytes, *chunks: Chunk, depth: int = 8, kind: int = 2) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
     parts = ((b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + _chunks(*parts)
@@ -187,10 +184,9 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
     image = Image.fromarray(drawn(8, 8))
     profile = (b"iCCP", b"a\0\0" + zlib.compress(bytes(1_000)))
     assert np.array_equal(read(_with_chunks(profile, image=image)), np.asarray(image))
-    with pytest.raises(media.PictureError, match="too many chunks"):
-        read(_with_chunks(profile, profile, image=image))
-    with pytest.raises(media.PictureError, match="too many chunks"):
-        read(_with_chunks(*[(b"abCd", b"")] * 1_001, image=image))
+    for chunks in ([profile] * 2, [(b"abCd", b"")] * 1_001):
+        with pytest.raises(media.PictureError, match="too many chunks"):
+            read(_with_chunks(*chunks, image=image))
     jpeg = file_of(image, "JPEG", progressive=True)
     assert read(jpeg).shape == (8, 8, 3)
     scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
@@ -212,9 +208,7 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
     bmp = b"BM" + struct.pack("<IHHI", 0, 0, 0, 14 + len(head)) + head + b"\1\0\0\0" * 2_001
     with pytest.raises(media.PictureError, match="as compressed BMP may have 2,000,000"):
         media.decoded(bmp, media.PictureLimits())
-    canvas = (
-        b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff\x31\x00" * 2
-    )
+    canvas = b"RIFF" + struct.pack("<I8sI4x", 22, b"WEBPVP8X", 10) + b"\xff\x31\x00" * 2
     with pytest.raises(media.PictureError, match="has 12,800 x 12,800 pixels"):
         read(canvas)
 

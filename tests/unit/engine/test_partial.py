@@ -82,8 +82,7 @@ async def test_failed_documents_have_errors(engine: RecordingEngine, monkeypatch
     # One window of two breaks the model.
     long = "word " * 400 + POISON + " word" * 400
     result = await engine.score("a", [long, "fine"], truncation=WINDOW_LONG, on_error="report")
-    assert set(result.errors) == {0}
-    assert math.isfinite(result.scores[1])
+    assert (set(result.errors), math.isfinite(result.scores[1])) == ({0}, True)
     await until(lambda: engine.stats() == EngineStats())
 
 
@@ -154,13 +153,14 @@ async def test_a_partial_request_can_be_cancelled(engine: RecordingEngine, docum
 
 
 async def test_the_wire_says_what_is_missing_where_it_is_asked(engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    documents = ["fine", POISON, "also fine"]
+    caller, documents = Caller(engine), ["fine", POISON, "also fine"]
     rerank = {"query": "a", "documents": documents, "on_error": "report"}
     answer = await caller.json("/rerank", rerank)
     assert sorted(result["index"] for result in answer["results"]) == [0, 2]
-    assert answer["errors"] == [{"index": 1, "error": "the model failed on it"}]
-    assert "complete" not in answer
+    assert (answer["errors"], "complete" in answer) == (
+        [{"index": 1, "error": "the model failed on it"}],
+        False,
+    )
     answer = await caller.json("/rerank", rerank | {"on_timeout": "partial", "timeout": 1e-6})
     assert (answer["results"], answer["complete"], answer["unscored"]) == ([], False, [0, 1, 2])
     score = {"queries": "a", "documents": documents, "on_error": "report", "on_timeout": "partial"}
@@ -224,10 +224,9 @@ async def test_parts_are_the_whole(source: Engine, queries: str | list[str], opt
         assert all(one.document == documents[one.index] for one in found)
         assert {one.index: one.score for one in found} == dict(enumerate(result.scores))
         assert all((one.explanation is not None) == ("explain" in options) for one in found)
-        assert not result.unscored
         whole = await source.score(queries, documents, **(options | {"explain": False}))
         assert whole.scores == pytest.approx(result.scores, abs=1e-5)
-        assert whole.usage.prompt_tokens == result.usage.prompt_tokens
+        assert (result.unscored, whole.usage.prompt_tokens) == ((), result.usage.prompt_tokens)
 
 
 async def test_the_first_part_is_there_long_before_the_last(source: Engine) -> None:
@@ -239,8 +238,7 @@ async def test_the_first_part_is_there_long_before_the_last(source: Engine) -> N
                 assert part
                 waiting.append(running.scheduler.waiting_tokens)
                 go_on.set()
-    assert waiting[0] > 0, "documents are still to be run"
-    assert waiting[-1] == 0
+    assert (waiting[0] > 0, waiting[-1]) == (True, 0), "documents are still to be run"
 
 
 async def test_leaving_early_cancels_the_rest(source: Engine) -> None:
@@ -286,8 +284,7 @@ async def test_a_caller_that_is_cancelled_as_it_leaves_is_told(source: Engine) -
 
 async def test_errors_are_raised_by_the_iteration(source: Engine) -> None:
     for documents, options, error in (
-        ([], {}, errors.InvalidRequestError),
-        (["a", "\ud800"], {}, errors.InvalidRequestError),
+        *(([], {}, errors.InvalidRequestError), (["a", "\ud800"], {}, errors.InvalidRequestError)),
         (DOCUMENTS * 20, {"timeout": 1e-6}, errors.RequestTimeoutError),
     ):
         async with source.stream(QUERY, documents, **options) as stream:

@@ -100,9 +100,8 @@ async def test_rates_alone_refuse() -> None:
 async def test_a_large_request_is_not_passed_and_comes_in_before_the_queue_is_empty() -> None:
     """It is larger than the whole queue and counts as half of it. The rest is filled beside it."""
     async with waiting_door(queued_tokens=1000) as door:
-        await door.come("first", 300)
-        await door.come("huge", 5000)
-        await door.come("small", 20)
+        for name, tokens in (("first", 300), ("huge", 5000), ("small", 20)):
+            await door.come(name, tokens)
         door.queue(1, 150)
         assert door.granted == ["first"], "more than a quarter is there"
         await door.let_go("first")
@@ -223,8 +222,7 @@ async def test_cancelled_requests_give_way_to_the_next() -> None:
         assert door.granted == ["holding"], "and has not gone on"
         cancelled.cancel()
         await settle()
-        assert cancelled.cancelled()
-        assert door.granted == ["holding", "next"]
+        assert (cancelled.cancelled(), door.granted) == (True, ["holding", "next"])
         await door.let_go("next")
     # Its task has not run yet when another request comes, at which permits are granted.
     async with waiting_door(queued_tokens=50) as door:
@@ -237,8 +235,7 @@ async def test_cancelled_requests_give_way_to_the_next() -> None:
             coming = asyncio.create_task(door.admission.until_granted(newcomer))
             door.admission._grant_permits()
             await settle()
-            assert cancelled.cancelled()
-            assert door.granted == ["next"]
+            assert (cancelled.cancelled(), door.granted) == (True, ["next"])
             await door.let_go("next")
             await coming
     async with waiting_door(queued_tokens=100) as door:

@@ -84,11 +84,8 @@ async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
     with held_steps(engine) as go_on:
         calls = await crowd(engine, 20)
         waiting = engine.stats().waiting_requests
-        failed, partial = await asyncio.gather(
-            engine.score("late", DOCUMENTS, timeout=0.2),
-            engine.score("late", DOCUMENTS, timeout=0.2, on_timeout="partial"),
-            return_exceptions=True,
-        )
+        late = (engine.score("late", DOCUMENTS, timeout=0.2, on_timeout=end) for end in ("error", "partial"))
+        failed, partial = await asyncio.gather(*late, return_exceptions=True)
         assert isinstance(failed, errors.RequestTimeoutError)
         assert (partial.unscored, engine.stats().waiting_requests) == (tuple(range(20)), waiting)
         assert engine.metrics.registry.get_sample_value("maxsimd_waiting_requests") == waiting
@@ -174,10 +171,8 @@ async def test_calls_that_give_up_at_random_moments_harm_no_other(engine: Engine
     calls: list[tuple[asyncio.Task[Any], int, bool]] = []
     for _ in range(300):
         documents = chance.choice((1, 3, 9, 20))
-        ways: dict[str, Any] = {
-            "tenant": chance.choice(("", "slow", "small", "other")),
-            "priority": chance.choice(("interactive", "batch", -3)),
-        }
+        ways: dict[str, Any] = {"tenant": chance.choice(("", "slow", "small", "other"))}
+        ways["priority"] = chance.choice(("interactive", "batch", -3))
         may_fail = chance.random() < 0.7
         if may_fail and chance.random() < 0.3:
             ways |= {"timeout": chance.choice((0.0001, 0.01, 0.1))}

@@ -22,9 +22,7 @@ PATIENCE = 20
 
 class Blocked:
     def __init__(self, pool: WorkerPool, size: int, then: Callable[[], Any] = lambda: None) -> None:
-        self.go_on = threading.Event()
-        self._begun = threading.Event()
-        self._then = then
+        self.go_on, self._begun, self._then = threading.Event(), threading.Event(), then
         self.work: Work[Any] = pool.submit(self._run, size)
 
     def _run(self) -> Any:
@@ -145,8 +143,7 @@ def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_closing_ends_all_work_and_all_threads() -> None:
-    pool = WorkerPool(2)
-    begun = threading.Event()
+    pool, begun = WorkerPool(2), threading.Event()
 
     def endless() -> None:
         begun.set()
@@ -228,10 +225,7 @@ def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = Fals
 
 
 def test_results_and_the_first_error_come_in_order() -> None:
-    def call(item: int) -> int:
-        time.sleep((0.0, 0.004, 0.001)[item % 3])
-        return item
-
+    call = lambda item: time.sleep((0.0, 0.004, 0.001)[item % 3]) or item  # noqa: E731
     assert in_pool(lambda: [*called_on_each(call, range(50))]) == [*range(50)]
 
     def failing(item: int) -> int:

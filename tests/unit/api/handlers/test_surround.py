@@ -84,8 +84,7 @@ async def test_the_clients_request_id_comes_back_if_it_is_usable(caller: Caller)
     for given in ("", " ", "a b", "a" * 129, "ä", "a\n", "\x7f", "a\x1f"):
         answers = [await caller.ask("GET", "/health", headers={"x-request-id": given}) for _ in range(2)]
         first, second = [answer.headers["x-request-id"] for answer in answers]
-        assert first != second
-        assert len(first) == 32, given
+        assert (first != second, len(first)) == (True, 32), given
 
 
 def _timings(answer: Answer) -> dict[str, float]:
@@ -303,6 +302,5 @@ async def test_a_dead_engine_says_when_to_retry(caller: Caller, monkeypatch: pyt
     assert await _probe(caller) == (200, 503, "restarting")
     for method, path in (("POST", "/rerank"), ("GET", "/v1/models"), ("DELETE", "/cache")):
         assert await _refusal(caller, method, path) == (503, "5", RESTARTING)
-    caller.state.comes_back = False
-    caller.state.closing = True
+    caller.state.comes_back, caller.state.closing = False, True
     assert (await _probe(caller), await _refusal(caller)) == ((503, 503, "dead"), (503, "30", DEAD))

@@ -69,10 +69,8 @@ def test_a_model_that_others_join_has_a_name_for_paths() -> None:
 
 class _Facts:
     def __init__(self, score_type: str, *tasks: str, labels: int = 0) -> None:
-        self.score_type = ScoreType(score_type)
+        self.score_type, self.score_task, self.is_classifier = ScoreType(score_type), tasks[0], labels > 1
         self.dims = dict.fromkeys(tasks)
-        self.score_task = tasks[0]
-        self.is_classifier = labels > 1
 
 
 MODELS: dict[str, Any] = {

@@ -50,9 +50,8 @@ class Device:
 
     async def report(self, step: Step, first: int, last: int, seconds: float, waited: float = 0.0) -> None:
         chunks = step.chunks[first:last]
-        results = tuple(
-            (ResultSlot(chunk.sequence.request_id, chunk.sequence.sequence_id % 100), 1.0) for chunk in chunks
-        )
+        run = (chunk.sequence for chunk in chunks)
+        results = tuple((ResultSlot(one.request_id, one.sequence_id % 100), 1.0) for one in run)
         num_tokens = sum(map(len, chunks))
         report = actors.StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results, waited=waited)
         await self.actor.receive(report)
@@ -112,8 +111,7 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     for step in range(2):
         await device.report(device.steps[step], 0, 1, 0.01, waited=1_000_000.0)
     await device.actor.receive(actors.StepEnding(device.steps[2].step_id))
-    message = (await asyncio.wait_for(device.actor.mailbox.next(), 60))[0]
-    await device.actor.receive(message)
+    await device.actor.receive((await asyncio.wait_for(device.actor.mailbox.next(), 60))[0])
     assert len(device.steps) == 4
 
 
@@ -167,8 +165,7 @@ def _threads() -> list[threading.Thread]:
 
 
 async def test_each_waits_for_its_own_and_is_given_its_own_error() -> None:
-    before = len(_threads())
-    arrivals = Arrivals(torch.device("cpu"))
+    before, arrivals = len(_threads()), Arrivals(torch.device("cpu"))
     assert len(_threads()) == before, "a CPU needs no such thread"
     events = [Event(), Event(RuntimeError("lost")), Event()]
     waiting = [asyncio.create_task(arrivals.until(event)) for event in events]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from maxsimd.engine.scoring import scorer as scorers
 from maxsimd.engine.scoring.scorer import DocumentScorer, QueryStore, StepOutcome, WindowStore
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Scheduler, Step, Tokens, TokenSequence
+from maxsimd.scheduler import JoinedTokens, ResultSlot, Scheduler, Step, Tokens, TokenSequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -48,16 +49,14 @@ def _methods(owner: type, *names: str) -> list[Function]:
 # Between forward and delivery: an error here is tried again.
 ATTEMPT: list[Function] = [
     *_methods(runners.RunnerActor, "_attempt", "_split_cached"),
-    DispatchPooler.pool,
+    *(DispatchPooler.pool, DocumentScorer._score_ragged, Segments.reserve),
     *_methods(runners.ScoringActor, "_score", "_plain_items"),
     *_methods(DocumentScorer, "score", "_complete_documents"),
     *_methods(DocumentScorer, "_quantize_and_stage_for_cache", "_facts_of", "_score_skipped", "_score_batch"),
     *_methods(DocumentScorer, "_score_cached", "_score_spans", "_score_from_host", "_find_queries"),
-    DocumentScorer._score_ragged,
     *_methods(QueryStore, "put", "get"),
     *(WindowStore.put, PendingEmbeddings.__init__, StepOutcome.results, score_pairs, EmbeddingCache.rounded),
     *_methods(EmbeddingSlab, "put", "locate", "_copy_from_host", "_copy_run", "_reserve", "_enter"),
-    Segments.reserve,
 ]
 # Functions that do more where sequences are cut between steps.
 CUT_APART = (runners.RunnerActor._attempt, DispatchPooler.pool)
@@ -211,8 +210,7 @@ def workload(pairs: list[Pair], faults: Faults) -> Workload:
 
 
 def _arrive_by(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[], object]) -> None:
-    event = SimpleNamespace(synchronize=synchronize)
-    monkeypatch.setattr(scorers, "record_arrival", lambda device: event)
+    monkeypatch.setattr(scorers, "record_arrival", lambda device: SimpleNamespace(synchronize=synchronize))
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -334,13 +332,7 @@ async def test_only_errors_of_the_device_itself_are_taken_for_such() -> None:
 async def test_an_error_of_the_device_itself_is_not_tried_again(
     where: str, configs: list[EngineConfig], workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = 0
-
-    def broken(*_: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    broken = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
     async with Engine(configs[0]) as engine:
         await workload.prepare(engine)
         # Only a GPU cannot be used again.
@@ -354,7 +346,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         async with asyncio.timeout(20):
             found = await workload.run(engine)
         assert (engine.is_healthy, [type(one) for one in found]) == (False, [EngineDeadError] * len(found))
-        assert calls == 1 or where == "arrival"
+        assert broken.call_count == 1 or where == "arrival"
         assert "illegal memory access" in (engine.death or "")
         assert (engine.restart_obstacle is not None) == (where == "forward")
 
@@ -394,11 +386,11 @@ async def test_nothing_of_a_sequence_runs_after_a_failed_chunk(
         assert isinstance(found, RequestFailedError)
     again = await engine.score("a", documents)
     np.testing.assert_allclose(again.scores, expected.scores, atol=1e-4, err_msg="wrong in the cache")
-    assert failed
-    assert not later
+    assert (bool(failed), later) == (True, [])
 
 
 POISON = "poison"
+COUNTED = [late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert)]
 
 
 def _text(sequence_id: int, ids: list[int], task: str = "embed") -> TokenSequence:
@@ -439,29 +431,21 @@ class Counting:
         for chunk in step.chunks:
             key = chunk.sequence.request_id, chunk.sequence.sequence_id
             self.runs[key] = self.runs.get(key, 0) + (chunk.start == chunk.sequence.shared_prefix_len)
-        if self.error and any(map(self._is_poisoned, step.chunks)):
+        texts = (self.engine.tokenizer.decode(chunk.sequence.tokens.ids.tolist()) for chunk in step.chunks)
+        if self.error and any(POISON in text for text in texts):
             raise self.error
         return self._forward(step)
-
-    def _is_poisoned(self, chunk: Chunk) -> bool:
-        return POISON in self.engine.tokenizer.decode(chunk.sequence.tokens.ids.tolist())
 
     async def score(self, requests: list[tuple[str, list[str]]]) -> list[Any]:
         """Scores, or what was raised, of requests sent at once; `runs` counts those of these requests."""
         self.runs.clear()
-        answers = await asyncio.gather(
-            *(self.engine.score(*each, truncation=CUT_LONG, cache="bypass") for each in requests),
-            return_exceptions=True,
-        )
+        calls = (self.engine.score(*each, truncation=CUT_LONG, cache="bypass") for each in requests)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         await until(lambda: self.engine.stats() == EngineStats())
         return [answer if isinstance(answer, BaseException) else answer.scores for answer in answers]
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=[*(late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert))],
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=COUNTED)
 async def counting(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Counting]:
     config = EngineConfig(model=checkpoints(request.param), dtype="float32", threads=1, max_batch_tokens=512)
     async with Engine(config) as engine:
@@ -520,7 +504,6 @@ async def test_an_empty_step_and_a_lack_of_memory_make_no_suspect(counting: Coun
     assert len(_suspects(counting.engine)) == before
 
 
-def _suspects(engine: Engine) -> runners.Suspects:
+def _suspects(engine: Engine) -> Any:
     running: Any = engine._running
-    suspects: runners.Suspects = running._actors._actors[0]._suspects
-    return suspects
+    return running._actors._actors[0]._suspects

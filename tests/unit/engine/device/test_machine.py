@@ -21,7 +21,7 @@ from tests.forked import Program
 V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:5 - cgroup2 cgroup rw,nsdelegate\n"
 OTHERS = (
-    "23 1 0:21 / /proc rw - proc proc rw\n33 31 0:30 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
+    "2 1 0:2 / /proc rw - proc proc rw\n33 31 0:30 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
 )
 
 
@@ -82,8 +82,7 @@ def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
         f"import os; open({str(group_of_one_core / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
         "from maxsimd.engine.device.host import usable_cores; print(usable_cores().quota)"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(ran.stdout) == 1.0
+    assert float(subprocess.check_output([sys.executable, "-c", program], text=True)) == 1.0
 
 
 GIB = 1024**3
@@ -143,12 +142,9 @@ def test_a_thread_and_those_it_starts_take_short_slices() -> None:
 
 @pytest.mark.skipif(not LINUX, reason="Linux alone has policies for each thread")
 def test_a_thread_of_another_policy_keeps_its_slices() -> None:
-    def batch() -> bool:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        return take_short_slices()
-
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(batch).result() is False
+        pool.submit(os.sched_setscheduler, 0, os.SCHED_BATCH, os.sched_param(0)).result()
+        assert pool.submit(take_short_slices).result() is False
 
 
 @pytest.mark.parametrize(
@@ -165,9 +161,7 @@ assert "torch" not in sys.modules, "too late"
 print(os.environ.get("GOMP_SPINCOUNT"))
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    shown = subprocess.run(
-        [sys.executable, "-c", script], env=environment | given, capture_output=True, text=True, check=True
-    ).stdout
+    shown = subprocess.check_output([sys.executable, "-c", script], env=environment | given, text=True)
     assert shown.splitlines()[-1] == spins
 
 
@@ -194,8 +188,8 @@ async def test_an_engine_that_is_stopped_gives_back_what_is_free(bge: str) -> No
     assert resident_bytes() < taken - (100 << 20)
 
 
-def _print_slices() -> None:
-    """Slices of a thread before and after it takes short ones, and of one that it starts; its niceness."""
+# Slices of a thread before and after it takes short ones, and of one that it starts; its niceness.
+if __name__ == "__main__":
     os.nice(3)
     before = slice_of()
     assert take_short_slices()
@@ -203,7 +197,3 @@ def _print_slices() -> None:
         child = pool.submit(slice_of).result()
         niceness = pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
     print(before, slice_of(), child, niceness)
-
-
-if __name__ == "__main__":
-    _print_slices()

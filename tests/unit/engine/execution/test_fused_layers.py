@@ -102,9 +102,7 @@ def _fused_layers(backbone: Any) -> dict[str, int]:
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """Plain torch in place of kernels, which take a hundred times as long in the interpreter."""
-
-    def turn_(qkv: torch.Tensor, *given: Any) -> None:
-        qkv.copy_(plainly_turned(qkv, *given))
+    turn_ = lambda qkv, *given: qkv.copy_(plainly_turned(qkv, *given))  # noqa: E731
 
     def sum_and_norm(x: torch.Tensor, residual: torch.Tensor, *given: Any, **options: Any) -> Any:
         return x + residual, elementwise.norm_reference(x + residual, *given, **options)
@@ -169,10 +167,7 @@ def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
 @interpreted
 def test_modules_with_broken_kernels_stay() -> None:
     """Modules whose kernel gives something else or fails stay as they are. A failure is warned of."""
-
-    def wrong(*given: Any, **options: Any) -> torch.Tensor:
-        return 1.01 * elementwise.norm_reference(*given, **options)
-
+    wrong = lambda *given, **options: 1.01 * elementwise.norm_reference(*given, **options)  # noqa: E731
     for broken in (wrong, Mock(side_effect=RuntimeError("no kernel image"))):
         with plain_kernels(), patch.object(elementwise, "norm", broken), logged() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
@@ -189,8 +184,7 @@ def test_modules_that_differ_in_the_model_are_taken_back() -> None:
         return made if hidden.shape[1] == parts.ROWS else made.flip(-1)
 
     with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), logged() as warned:
-        found = _fused_modules(_checkpoint("bert"), kernels="auto")
-    assert found == {}
+        assert _fused_modules(_checkpoint("bert"), kernels="auto") == {}
     assert any(each.startswith("layers are not fused, which is slower: results differ") for each in warned)
     with plain_kernels():
         assert _fused_modules(_checkpoint("bert"), kernels="torch") == {}
@@ -246,14 +240,12 @@ def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> N
 def test_others_of_this_structure_stay() -> None:
     """Layers that look as others do and compute something else, and layers with an adapter, stay."""
 
-    def second_half(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def second_half(self: Any, x: torch.Tensor) -> Any:
         up, gate = self.Wi(x).chunk(2, dim=-1)
-        made: torch.Tensor = self.Wo(up * self.act(gate))
-        return made
+        return self.Wo(up * self.act(gate))
 
-    def doubled(self: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
-        return made
+    def doubled(self: Any, hidden: torch.Tensor, **kwargs: Any) -> Any:
+        return hidden + forward(self, hidden, **kwargs)
 
     def scaled_far_away(self: Any, hidden_states: torch.Tensor, position_ids: Any, **kwargs: Any) -> Any:
         """As Ministral 3 scales queries, by their positions."""
@@ -370,16 +362,13 @@ def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
         assert sum(isinstance(module, parts.GeluLinear) for module in backbone.modules()) == expected
 
 
-def refused(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
-
-
+REFUSED = Mock(side_effect=RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"))
 COLUMN = torch.eye(256, dtype=torch.bfloat16)[-1]
 NOT_JOINED: dict[str, tuple[Callable[..., torch.Tensor], float, str]] = {
     "without bias": (lambda x, layer: torch.nn.functional.gelu(x @ layer.weight.T), 0.2, "is less exact"),
     "one column": (lambda x, layer: by_tanh(x, layer) + 0.05 * COLUMN, 0.2, "is less exact"),
     "NaN": (lambda x, layer: by_tanh(x, layer) * torch.nan, 0.2, "the fused result is less exact"),
-    "refused": (refused, 0.2, "the fused product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
+    "refused": (REFUSED, 0.2, "the fused product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
     "slow": (by_tanh, 0.3, "in two, by a short timing"),
 }
 
@@ -413,12 +402,10 @@ def _heads() -> list[tuple[Any, bool]]:
 
     whole = ModuleHead([dense(bias=False), norm], "x")
     return [
-        (whole, True),
-        (ModuleHead([dense()], "x"), True),
+        *((whole, True), (ModuleHead([dense()], "x"), True)),
         (FirstColumns(ModuleHead([dense(), norm], "x"), 20, True), True),
         (FirstColumns(ModuleHead([dense()], "x"), 20, False), True),
-        (FirstColumns(whole, 20, False), False),
-        (ModuleHead([norm], "x"), False),
+        *((FirstColumns(whole, 20, False), False), (ModuleHead([norm], "x"), False)),
         (ModuleHead([dense(activation_function=torch.nn.Tanh()), norm], "x"), False),
         (ModuleHead([dense(use_residual=True), norm], "x"), False),
         (ModuleHead([dense(), norm, norm], "x"), False),

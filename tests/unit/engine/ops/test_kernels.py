@@ -253,11 +253,7 @@ def test_nothing_changes_or_misreads_weights_in_blocks(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages")
 def test_tensors_in_large_pages_lie_apart_and_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     mappings, new = weakref.WeakSet[mmap.mmap](), mmap.mmap
-
-    def noted(*given: Any, **more: Any) -> mmap.mmap:
-        mappings.add(made := new(*given, **more))
-        return made
-
+    noted = lambda *given, **more: mappings.add(made := new(*given, **more)) or made  # noqa: E731
     monkeypatch.setattr(mmap, "mmap", noted)
     tensors = [empty_in_large_pages(shape, torch.uint8) for shape in ((65 << 20,), (5, 3), (7, 11), (0, 4))]
     for number, tensor in enumerate(tensors):

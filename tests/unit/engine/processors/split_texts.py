@@ -85,11 +85,7 @@ def text_tokenizer(kind: Kind) -> TextTokenizer:
 def tokenized(monkeypatch: pytest.MonkeyPatch, tokenizer: TextTokenizer) -> list[list[str]]:
     batches: list[list[str]] = []
     encode = tokenizer._encode_batch
-
-    def recorded(texts: list[str], *options: Any, **named: Any) -> Any:
-        batches.append(list(texts))
-        return encode(texts, *options, **named)
-
+    recorded = lambda texts, *given, **named: batches.append([*texts]) or encode(texts, *given, **named)  # noqa: E731
     monkeypatch.setattr(tokenizer, "_encode_batch", recorded)
     return batches
 

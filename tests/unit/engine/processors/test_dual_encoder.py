@@ -85,11 +85,7 @@ def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.Mon
     request = small.score_request(["a"], [words(20, i) for i in range(3)], truncation)
     made: list[int] = []
     complete = TextBuilder._completed
-
-    def counting(builder: TextBuilder, *given: Any, **options: Any) -> Any:
-        made.append(1)
-        return complete(builder, *given, **options)
-
+    counting = lambda *given, **options: made.append(1) or complete(*given, **options)  # noqa: E731
     monkeypatch.setattr(TextBuilder, "_completed", counting)
     prepare = small.processors(model(score_task=task)).scores.prepare
     assert len(prepare(request, request_ids(most_tokens=120)).sequences) == 1 + 30

@@ -276,11 +276,7 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
 async def test_small_work_comes_first(colbert: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, yielded = list[int](), list[None]()
     in_thread = colbert.in_thread
-
-    async def noted(function: Any, size: int) -> Any:
-        sizes.append(size)
-        return await in_thread(function, size)
-
+    noted = lambda function, size: sizes.append(size) or in_thread(function, size)  # noqa: E731
     monkeypatch.setattr(colbert, "in_thread", noted)
     monkeypatch.setattr(dual_encoder, "yield_to_smaller", lambda: yielded.append(None))
     rows = np.random.default_rng(0).standard_normal((50, colbert.model.tasks["token_embed"].dim))

@@ -83,11 +83,7 @@ async def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatc
     rows = np.random.default_rng(0).normal(scale=30, size=(9, 4)).astype(np.float32)
     made: list[int] = []
     logits_of = ScoreLabel.logits_of
-
-    def counting(label: ScoreLabel, logits: Any) -> Any:
-        made.append(len(logits))
-        return logits_of(label, logits)
-
+    counting = lambda label, logits: made.append(len(logits)) or logits_of(label, logits)  # noqa: E731
     monkeypatch.setattr(ScoreLabel, "logits_of", counting)
     request = score_request(["q"], ["d"] * 10, explain=10)
     plan = CrossEncoderPlan(

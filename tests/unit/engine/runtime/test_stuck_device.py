@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,24 +115,17 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, co
 
 
 async def test_the_dead_are_freed_before_loads(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
-    def die(*_: object) -> None:
-        raise RuntimeError("beyond repair")
-
     # pytest keeps what is logged, and with it the frames of the error.
     monkeypatch.setattr(launch_module.log, "critical", lambda *_, **__: None)
     async with Engine(config) as engine:
         old = weakref.ref(engine.device_model.model.backbone)
         devices = _device_threads()
         with monkeypatch.context() as broken:
-            broken.setattr(RunnerActor, "_finish", die)
+            broken.setattr(RunnerActor, "_finish", Mock(side_effect=RuntimeError("beyond repair")))
             with pytest.raises(EngineDeadError):
                 await _score(engine)
         load, found = launch_module.load_device_model, []
-
-        def noting(given: EngineConfig) -> Any:
-            found.append(old())
-            return load(given)
-
+        noting = lambda given: found.append(old()) or load(given)  # noqa: E731
         monkeypatch.setattr(launch_module, "load_device_model", noting)
         await engine.start()
         assert (found, engine.is_healthy, engine.death, _device_threads()) == ([None], True, None, devices)
