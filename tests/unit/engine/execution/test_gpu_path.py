@@ -16,7 +16,7 @@ from transformers import BertConfig, Gemma3nTextConfig
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError, runtime
 from maxsimd.engine.actors.runner import Arrivals
-from maxsimd.engine.cache import EmbeddingCache, Precision
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import checks, load, stores
@@ -135,17 +135,17 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
     assert checks.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
-def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_without_bfloat16_runs_float32_and_says_so(model: Any, monkeypatch: Any, caplog: Any) -> None:
     capabilities = {0: (8, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     ampere, t4 = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert devices.choose_dtype("auto", ampere) is torch.bfloat16
-    assert devices.choose_dtype("auto", t4) is torch.float32
-    assert devices.choose_dtype("float16", t4) is torch.float16
-    stop = ModelLoadError("the rest is of no interest")
-    monkeypatch.setattr(load, "choose_attention", Mock(side_effect=stop))
+    chosen = [
+        devices.choose_dtype(name, on) for name, on in (("auto", ampere), ("auto", t4), ("float16", t4))
+    ]
+    assert chosen == [torch.bfloat16, torch.float32, torch.float16]
+    monkeypatch.setattr(
+        load, "choose_attention", Mock(side_effect=ModelLoadError("the rest is of no interest"))
+    )
     for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
         caplog.clear()
         with pytest.raises(ModelLoadError, match="the rest is of no interest"):
@@ -189,8 +189,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_graphs_and_prefixes_know_steps(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    tokenizing: list[tuple[str, int]] = []
+    sizes, tokenizing = list[int](), list[tuple[str, int]]()
 
     def with_one_call(runner: PackedRunner, *given: Any) -> GraphedRunner:
         graphed = GraphedRunner(runner, CPU)
@@ -221,14 +220,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
 
     monkeypatch.setattr(stores, "EmbeddingSlab", slab)
 
-    def opened(
-        precision: Precision, takes_int8: bool, *, dim: int = 64, memory: int = 1 << 20, **options: Any
-    ) -> tuple[int, int, torch.dtype] | None:
+    def opened(precision: Any, takes_int8: bool, dim: int = 64, memory: int = 1 << 20, **options: Any) -> Any:
         made.clear()
         backbone = SimpleNamespace(config=BertConfig(hidden_size=1024, intermediate_size=4096))
-        model: Any = SimpleNamespace(
-            tasks={"embed": SimpleNamespace(dim=dim)}, score_task="embed", backbone=backbone
-        )
+        tasks = {"embed": SimpleNamespace(dim=dim)}
+        model: Any = SimpleNamespace(tasks=tasks, score_task="embed", backbone=backbone)
         with closing(EmbeddingCache(b"", precision, MemoryStore(memory), None)) as cache:
             gpu, dtype = torch.device("cuda", 1), torch.bfloat16
             stores.open_slab(EngineConfig(**options), model, cache, gpu, dtype, takes_int8, 2_048)
@@ -346,11 +342,7 @@ async def test_nothing_begins_on_a_thread_that_is_stuck() -> None:
 
 def test_a_load_does_not_lower_the_threads_of_others() -> None:
     found: list[int] = []
-
-    def prepare() -> None:
-        prepare_thread(torch.device("cpu"), None)
-        found.append(torch.get_num_threads())
-
+    prepare = lambda: prepare_thread(CPU, None) or found.append(torch.get_num_threads())  # noqa: E731
     for other in (nullcontext(), devices.one_thread()):
         with other:
             thread = threading.Thread(target=prepare)
@@ -390,9 +382,7 @@ def texts_of(model: LoadedModel) -> list[TokenSequence]:
     return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
 
 
-def attention_by_blocks(
-    qkv: QKV, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
-) -> None:
+def attention_by_blocks(qkv: QKV, blocks: Any, causal: bool, out: Any, prefix: KV | None = None) -> None:
     """Attention as our kernel computes it, in plain torch."""
     # Read without torch, which is not to see that the host does so: on a GPU it does not.
     for row, queries, position, key, keys in blocks.numpy().tolist():
@@ -466,11 +456,8 @@ def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[...
     assert torch.equal(hidden, before)
 
 
-def test_a_model_that_waits_for_the_device_has_no_graphs(
-    checkpoints: SharedCheckpoints, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
-) -> None:
-    experts = packed_model(checkpoints(nomic.v2_moe), layers=2)
-    recorder = CallRecorder()
+def test_a_model_that_waits_for_the_device_has_no_graphs(checkpoints: Any, capture: Any, caplog: Any) -> None:
+    experts, recorder = packed_model(checkpoints(nomic.v2_moe), layers=2), CallRecorder()
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         graphed, left_out = capture(recorder, model=experts)
     assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
@@ -511,19 +498,15 @@ def test_bad_graphs_are_dropped(capture: Callable[..., Captured], caplog: pytest
         assert reason in caplog.text
 
 
-def test_only_what_is_captured_without_fault_is_used(
-    small: LoadedModel, backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    recorder = BrokenRecorder()
+def test_only_graphs_without_fault_are_used(small: Any, backend: Any, monkeypatch: Any, caplog: Any) -> None:
+    recorder, most = BrokenRecorder(), SIZES[0]
     gpu, plain = torch.device("cuda"), runner_of(small, backend)
     monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)
     monkeypatch.setattr(cuda_graphs, "GraphedRunner", lambda runner, device: GraphedRunner(runner, CPU))
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda: recorder)
-    most = CaptureSize(256, 40, 128)
     with caplog.at_level(logging.WARNING, logger="maxsimd"):
         found = cuda_graphs.with_graphs(plain, gpu, texts_of(small), most)
-    assert isinstance(found, GraphedRunner)
-    assert found.sizes == SIZES[3:]
+    assert (type(found), found.sizes) == (GraphedRunner, SIZES[3:])
     what = "not replayed as CUDA graphs of"
     assert f"{what} 256 rows and 40 sequences: their hidden states differ" in caplog.text
     assert "operation not permitted when the stream is capturing" in caplog.text

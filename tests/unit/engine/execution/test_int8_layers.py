@@ -99,8 +99,7 @@ class Saturating(int8.PlainProduct):
 
 
 def test_the_finest_path_that_is_right_is_taken() -> None:
-    assert not int8.is_right(int8.Path("saturating", 127, Saturating))
-    assert int8.is_right(int8.Path("saturating", 63, Saturating))
+    assert [int8.is_right(int8.Path("saturating", most, Saturating)) for most in (127, 63)] == [False, True]
     for wrong in (Saturating, Mock(side_effect=RuntimeError("no such operator"))):
         assert int8.choose([int8.Path("wrong", 127, wrong)]) == int8.PLAIN
     fine, coarse = int8.Path("fine", 127, int8.PlainProduct), int8.Path("coarse", 63, int8.PlainProduct)

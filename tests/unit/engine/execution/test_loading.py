@@ -26,6 +26,7 @@ from tests.exhaustive import exhaustive
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 CPU = torch.device("cpu")
+MAPS = Path("/proc/self/maps")
 
 
 @pytest.fixture
@@ -53,17 +54,13 @@ def test_pickles_need_permission(cross_encoder: Path, tmp_path: Path, checkpoint
         _load(folder)
 
 
-def _mapped() -> str:
-    return Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux shows what is mapped")
+@pytest.mark.skipif(not MAPS.exists(), reason="only Linux shows what is mapped")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_files_that_change_after_they_are_read_change_nothing(cross_encoder: Path, dtype: Any) -> None:
     weights = cross_encoder / "model.safetensors"
     async with Engine(EngineConfig(model=str(cross_encoder), dtype=dtype)) as engine:
         before = await engine.score("a", ["b", "c"])
-        assert str(cross_encoder) not in _mapped()
+        assert str(cross_encoder) not in MAPS.read_text()
         weights.write_bytes(b"\xff" * (weights.stat().st_size // 2))
         assert (await engine.score("a", ["b", "c"])).scores == before.scores
 
@@ -125,9 +122,7 @@ def with_extra_token(checkpoints: SharedCheckpoints, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
-async def test_a_text_with_such_a_token_is_refused(
-    with_extra_token: Callable[[Build], str], build: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_text_with_such_a_token_is_refused(with_extra_token: Any, build: Build, caplog: Any) -> None:
     async with RecordingEngine(EngineConfig(model=with_extra_token(build), dtype="float32")) as engine:
         assert engine.model.token_rows is not None
         assert "has no embedding for 1 of the tokens that its tokenizer adds" in caplog.text
@@ -138,13 +133,9 @@ async def test_a_text_with_such_a_token_is_refused(
             engine.score("a query", ["fine", "long " * 2000 + EXTRA], truncation="window"),
         ]
         if engine.model.encodes_apart:
-            refused.append(engine.embed_tokens(["fine", EXTRA]))
-            refused.append(engine.embed_tokens([[engine.model.token_rows]]))
-        beside, *errors = await asyncio.gather(
-            engine.score("a query", ["a document", "another"], cache="bypass"),
-            *refused,
-            return_exceptions=True,
-        )
+            refused += [engine.embed_tokens(each) for each in (["fine", EXTRA], [[engine.model.token_rows]])]
+        asked = engine.score("a query", ["a document", "another"], cache="bypass"), *refused
+        beside, *errors = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(error, InvalidRequestError) for error in errors), errors
         assert "documents[1] holds the token '<extra>', for which" in str(errors[1])
         assert all("holds the token '<extra>'" in str(error) for error in errors)
@@ -162,17 +153,15 @@ async def test_a_text_with_such_a_token_is_refused(
             assert error.value.param == "instruction"
         caller = Caller(engine)
         status, told = await caller.error("/rerank", {"query": "q", "documents": ["fine", f"not {EXTRA}"]})
-        assert status == 400
-        assert "documents[1] holds the token '<extra>'" in told["message"]
+        assert (status, "documents[1] holds the token '<extra>'" in told["message"]) == (400, True), told
         assert "tokens" in await caller.json("/tokenize", {"text": EXTRA})
 
 
 async def test_extra_tokens_are_refused(with_extra_token: Callable[[Build], str], tmp_path: Path) -> None:
     folder = shutil.copytree(with_extra_token(bi_encoders.qwen3), tmp_path / "copy")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {EXTRA}", special_tokens=[(EXTRA, tokenizer.token_to_id(EXTRA))]
-    )
+    ids = [(EXTRA, tokenizer.token_to_id(EXTRA))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {EXTRA}", special_tokens=ids)
     tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(ModelLoadError, match="puts '<extra>' into every text, but the model has only"):
         await Engine(EngineConfig(model=str(folder))).start()
@@ -198,9 +187,7 @@ async def test_unembedded_padding_is_fine(with_extra_token: Callable[[Build], st
     ],
     ids=("template", "prompt of pairs", "marker"),
 )
-async def test_what_stands_around_texts_is_refused_at_load(
-    with_extra_token: Callable[[Build], str], build: Build, options: dict[str, Any]
-) -> None:
+async def test_what_stands_around_texts_is_refused(with_extra_token: Any, build: Build, options: Any) -> None:
     folder = with_extra_token(build)
     with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
         await Engine(EngineConfig(model=folder, **options)).start()

@@ -77,8 +77,7 @@ Problem = tuple[list[int], list[int], int, int, bool, int | None]
 def attention_problems(draw: st.DrawFn, causal_ends: bool = False) -> Problem:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
     causal = draw(st.booleans())
-    all_seen = causal and not causal_ends
-    attended = lengths if all_seen else [draw(st.integers(1, length)) for length in lengths]
+    attended = lengths if causal and not causal_ends else [draw(st.integers(1, length)) for length in lengths]
     kv_heads, repeats = draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))
     return lengths, attended, kv_heads, repeats, causal, draw(st.none() | st.integers(2, 20))
 
@@ -88,8 +87,7 @@ def attention_problems(draw: st.DrawFn, causal_ends: bool = False) -> Problem:
 def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None:
     lengths, attended, kv_heads, repeats, causal, window = problem
     step = make_step(lengths, attended)
-    random = torch.Generator().manual_seed(0)
-    results = []
+    random, results = torch.Generator().manual_seed(0), []
     states = {
         name: {chunk: torch.randn(heads, len(chunk), 8, generator=random) for chunk in step.chunks}
         for name, heads in (("q", kv_heads * repeats), ("k", kv_heads), ("v", kv_heads))
@@ -119,9 +117,8 @@ def test_bfloat16_equals_float32(native: bool, tolerance: float, monkeypatch: py
         rounded = full(GROUPED, QKV(q, k, v, 0.25, relative=relative), batch.layout)
         assert rounded.dtype is torch.bfloat16
         exact_relative = relative and PositionContent(relative.keys.float(), relative.queries.float())
-        exact = full(
-            OneByOneBackend(), QKV(q.float(), k.float(), v.float(), 0.25, None, exact_relative), batch.layout
-        )
+        plain = QKV(q.float(), k.float(), v.float(), 0.25, None, exact_relative)
+        exact = full(OneByOneBackend(), plain, batch.layout)
         for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
             rows = slice(start, start + len(chunk))
             torch.testing.assert_close(rounded[rows].float(), exact[rows], atol=tolerance, rtol=tolerance)
@@ -132,9 +129,8 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 10, 16).bfloat16() for _ in range(3))
     before = KV(*(torch.randn(2, 9, 16).bfloat16() for _ in range(2)))
-    chunk = layouts.Layout(
-        True, prefill_chunks=(layouts.PrefillChunk(0, 0, 9, layouts.PrefillKV(), is_stored=False),)
-    )
+    second = layouts.PrefillChunk(0, 0, 9, layouts.PrefillKV(), is_stored=False)
+    chunk = layouts.Layout(True, prefill_chunks=(second,))
     shared = layouts.Layout(True, shared_groups=(layouts.SharedGroup(0, 2, 5, layouts.PrefillKV()),))
 
     def attended(backend: AttentionBackend, cast: torch.dtype) -> torch.Tensor:
@@ -201,15 +197,12 @@ async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embeddi
 
 
 NO_KERNELS = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
-RELATIVE_BACKENDS = [
-    *(OneByOneBackend(), GroupedBackend()),
-    pytest.param(CompiledBackend(), marks=NO_KERNELS, id="compiled"),
-]
+COMPILED = pytest.param(CompiledBackend(), marks=NO_KERNELS, id="compiled")
+RELATIVE_BACKENDS = [OneByOneBackend(), GroupedBackend(), COMPILED]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 HEADS, HEAD_DIM = 2, 24
-LENGTHS = st.lists(
-    st.tuples(st.sampled_from([1, 2, 12, 13, 31, 33, 70, 130]), st.integers(0, 3)), min_size=1, max_size=5
-)
+LENGTH = st.sampled_from([1, 2, 12, 13, 31, 33, 70, 130])
+LENGTHS = st.lists(st.tuples(LENGTH, st.integers(0, 3)), min_size=1, max_size=5)
 
 
 def drawn(kind: str, reach: int, dtype: torch.dtype, seed: int) -> RelativePositions:
@@ -237,9 +230,8 @@ def written_out(qkv: QKV, layout: layouts.Layout) -> torch.Tensor:
             case PositionBias() as bias:
                 products = products * qkv.scaling + bias.by_distance[:, apart + bias.reach]
             case PositionContent() as content:
-                near_keys, near_queries = (
-                    table.float()[:, apart + content.reach] for table in (content.keys, content.queries)
-                )
+                tables = (content.keys, content.queries)
+                near_keys, near_queries = (table.float()[:, apart + content.reach] for table in tables)
                 products = products + torch.einsum("hqd,hqkd->hqk", q, near_keys)
                 products = products + torch.einsum("hkd,hqkd->hqk", k[:, :keys], near_queries)
                 products = products * qkv.scaling

@@ -235,9 +235,7 @@ def test_positions_that_count_pads_are_noticed(checkpoints: SharedCheckpoints, m
     assert prepare(model, _config(model.name), CPU, probes).execution == "padded"
 
 
-def test_texts_are_compared_once(
-    checkpoints: SharedCheckpoints, models: Models, tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_texts_are_compared_once(checkpoints: Any, models: Any, tmp_path: Path, monkeypatch: Any) -> None:
     folder, model = checkpoints.copy(PAIRS, tmp_path / "copy"), models(PAIRS)
     tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -56,9 +56,7 @@ async def both(embedder: EngineConfig, reranker: EngineConfig) -> AsyncIterator[
         yield engines
 
 
-async def test_each_scores_as_alone(
-    both: Engines, reranker: EngineConfig, embedder: EngineConfig, pairs: list[Pair]
-) -> None:
+async def test_each_scores_as_alone(both: Any, reranker: Any, embedder: Any, pairs: list[Pair]) -> None:
     query, documents = pairs[0].query, [pair.document for pair in pairs[:6]]
     for name, each in (("embed", embedder), ("rerank", reranker)):
         async with Engine(each) as alone:
