@@ -66,8 +66,7 @@ def test_the_bias_is_the_slope_times_the_distance() -> None:
     config._attn_implementation = ATTENTION_NAME
     fused = fused_self_attention(JinaBertSelfAttention(config).eval())
     assert fused is not None
-    bias = AlibiBias(4).reaching(5, CPU)
-    x = torch.randn(1, 5, 32)
+    bias, x = AlibiBias(4).reaching(5, CPU), torch.randn(1, 5, 32)
     asked = record_attention(lambda attention: fused(x, step_attention=attention, position_bias=bias)[0])
     assert asked is not None
     assert asked[0].relative is bias
@@ -154,8 +153,7 @@ def test_rows_leave_out_unattended_ends(lengths: list[tuple[int, int]], taps: in
     states = [torch.randn(1, count + end, HIDDEN) for count, end in lengths]
     positions = torch.tensor([[i for count, end in lengths for i in range(count + end)]])
     attended = [(torch.arange(count + end) < count).long() for count, end in lengths]
-    together = convolution(
-        torch.cat(states, dim=1), row_positions=positions, attended_rows=torch.cat(attended)[None]
-    )
+    rows, seen = torch.cat(states, dim=1), torch.cat(attended)[None]
+    together = convolution(rows, row_positions=positions, attended_rows=seen)
     alone = [convolution(one, attention_mask=seen[None]) for one, seen in zip(states, attended, strict=True)]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-6, rtol=1e-5)

@@ -22,7 +22,9 @@ from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, 
 from tests.unit.pairs import Pairs, pairs_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SOME_DTYPE = st.sampled_from(DTYPES)
 Items = TypeVar("Items", Ragged, Spans)
+Problem = tuple[Ragged, Ragged, Pairs]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -32,7 +34,7 @@ def random_ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, Pairs]:
+def problems(draw: st.DrawFn) -> Problem:
     dim = draw(st.sampled_from([1, 3, 16, 48]))
     queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=8))
@@ -65,12 +67,8 @@ def scored(queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k:
 
 
 def check_maxsim(device: str) -> None:
-    @for_examples(
-        40, device, problems(), st.sampled_from([None, 1, 2, 7]), st.sampled_from(DTYPES), st.booleans()
-    )
-    def compare(
-        problem: tuple[Ragged, Ragged, Pairs], split_k: int | None, dtype: torch.dtype, int8: bool
-    ) -> None:
+    @for_examples(40, device, problems(), st.sampled_from([None, 1, 2, 7]), SOME_DTYPE, st.booleans())
+    def compare(problem: Problem, split_k: int | None, dtype: torch.dtype, int8: bool) -> None:
         queries, documents, pairs = problem
         queries = queries.decoded(dtype)
         documents = quantised(documents) if int8 else documents.decoded(dtype)
@@ -110,10 +108,8 @@ def check_maxsim_of_all_sizes(device: str, sizes: Sequence[Any] = SIZES, count: 
     query_lengths, document_lengths = [129, 5, 64, 33, 150, 32], [64, 0, 1, 65, 130, 80]
     pairs = [(0, 1), (5, 0), (1, 2), (2, 5), (3, 3), (4, 4), (5, 5), (1, 1), (0, 3), (2, 0)][:count]
     for dim, dtype, limits in sizes:
-        queries, documents = (
-            random_ragged(lengths, dim, seed).decoded(dtype)
-            for lengths, seed in ((query_lengths, 1), (document_lengths, 2))
-        )
+        queries = random_ragged(query_lengths, dim, 1).decoded(dtype)
+        documents = random_ragged(document_lengths, dim, 2).decoded(dtype)
         for ours in (documents, quantised(documents.decoded(torch.float32))):
             exact = maxsim_reference(queries.decoded(torch.float32), ours.decoded(torch.float32), pairs)
             with pytest.MonkeyPatch.context() as patch:
@@ -183,9 +179,8 @@ def check_maxsim_by_small_tiles(device: str) -> None:
     )  # fmt: skip
     def compare(problem: tuple[Ragged, Spans, Pairs], split_k: int | None, fold: int) -> None:
         queries, documents, pairs = problem
-        exact = maxsim_reference(
-            queries.decoded(torch.float32), documents.gathered().decoded(torch.float32), pairs
-        )
+        gathered = documents.gathered().decoded(torch.float32)
+        exact = maxsim_reference(queries.decoded(torch.float32), gathered, pairs)
         small = {"query": 32, "document": 64 if device != "cpu" else 16, "fold": fold}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(maxsim, "tiles_for", lambda *asked: replace(table(*asked), **small))
@@ -197,9 +192,8 @@ def check_maxsim_of_slices(device: str) -> None:
     """Rows that begin at any address: after others of an odd size, or within another tensor's row."""
     queries, documents = random_ragged([5, 33], 44, 1), random_ragged([70, 0, 1], 44, 2)
     for items in (documents.decoded(torch.bfloat16), quantised(documents)):
-        exact = maxsim_reference(
-            queries.decoded(torch.bfloat16).decoded(torch.float32), items.decoded(torch.float32), [(1, 0)]
-        )
+        rounded = queries.decoded(torch.bfloat16).decoded(torch.float32)
+        exact = maxsim_reference(rounded, items.decoded(torch.float32), [(1, 0)])
         for before in (1, 2, 44):
             numbers = torch.zeros(before + items.values.numel(), dtype=items.values.dtype, device=device)
             values = numbers[before:].view(items.values.shape)
@@ -221,10 +215,9 @@ def check_maxsim_beyond_32_bits(device: str) -> None:
     exact = maxsim_reference(on(query, "cpu"), Ragged(row.cpu(), (0, 1)), pairs_of([(0, 0)]))
     found = maxsim_spans_triton(query, documents, pairs_of([(0, 1), (0, 0)]))
     torch.testing.assert_close(found.cpu(), exact.expand(2), atol=1e-5, rtol=1e-5)
+    queries = Ragged(row.expand(far + 8, 16), (0, far + 8))
     with pytest.raises(ValueError, match="reads at most"):
-        maxsim_spans_triton(
-            Ragged(row.expand(far + 8, 16), (0, far + 8)), Spans.of(query), pairs_of([(0, 0)])
-        )
+        maxsim_spans_triton(queries, Spans.of(query), pairs_of([(0, 0)]))
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
@@ -284,9 +277,7 @@ class Attention:
 Dims, Dtypes = st.SearchStrategy[int], st.SearchStrategy[torch.dtype]
 
 
-def random_qkv(
-    draw: st.DrawFn, rows: int, heads: tuple[int, int], window: int | None, dims: Dims, dtypes: Dtypes
-) -> QKV:
+def random_qkv(draw: st.DrawFn, rows: int, heads: Any, window: int | None, dims: Dims, dtypes: Dtypes) -> QKV:
     """`heads` is how many of keys there are, and how many of queries share each."""
     (kv_heads, repeats), dim, dtype = heads, draw(dims), draw(dtypes)
     query = random_heads(kv_heads * repeats, rows, dim, dtype, 0)
@@ -347,7 +338,7 @@ def check_attention(device: str) -> None:
 
     for problems in (whole_sequences, chunks, behind_prefixes):
 
-        @for_examples(24, device, problems(DIMS, st.sampled_from(DTYPES)), SMALL_TILES)
+        @for_examples(24, device, problems(DIMS, SOME_DTYPE), SMALL_TILES)
         def compare(problem: Attention, tiles: tuple[int, int, int, int] | None) -> None:
             with tiled(tiles):
                 found = problem.by(TritonBackend(), device)
@@ -360,11 +351,9 @@ def check_projection(device: str) -> None:
     @for_examples(
         40, device, st.integers(1, 90), st.integers(0, 80),
         st.tuples(st.sampled_from([16, 48, 100]), st.sampled_from([16, 96, 128, 200, 1024])),
-        st.sampled_from(DTYPES), st.booleans(), st.booleans(),
+        SOME_DTYPE, st.booleans(), st.booleans(),
     )  # fmt: skip
-    def compare(
-        tokens: int, pooled: int, shape: tuple[int, int], dtype: torch.dtype, biased: bool, normalized: bool
-    ) -> None:
+    def compare(tokens: int, pooled: int, shape: Any, dtype: Any, biased: bool, normalized: bool) -> None:
         width, dim = shape
         random = torch.Generator().manual_seed(tokens)
         hidden = torch.randn(tokens, width, generator=random).to(dtype)
@@ -382,8 +371,7 @@ def check_projection(device: str) -> None:
         assert rounded.dtype is torch.bfloat16
         torch.testing.assert_close(rounded.float().cpu(), exact, atol=2e-2, rtol=1e-2)
 
-    nothing = torch.zeros(16, 16, device=device)
-    rows = torch.arange(2, device=device)
+    nothing, rows = torch.zeros(16, 16, device=device), torch.arange(2, device=device)
     assert (project(nothing, rows, Projection(nothing, None, 1e-12), torch.float32) == 0).all()
 
 
@@ -424,10 +412,8 @@ def check_norm(device: str) -> None:
         x = numbers(rows, width, dtype=dtype, seed=1, apart=apart) + mean * is_centered
         residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
         weight, some_bias = (numbers(width, dtype=dtype, seed=seed) for seed in (3, 4))
-        weight, bias = (
-            weight.float() + 1 if kind == "Gemma" else weight,
-            some_bias if kind == "biased" else None,
-        )
+        weight = weight.float() + 1 if kind == "Gemma" else weight
+        bias = some_bias if kind == "biased" else None
         there = x.to(device), residual.to(device)
         used = [None if each is None else as_read(each, device) for each in (weight, bias)]
 
@@ -442,9 +428,7 @@ def check_norm(device: str) -> None:
         same(normed, exact(total.cpu()))
 
 
-def plainly_turned(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: tuple[int, int], norms: Any
-) -> torch.Tensor:
+def plainly_turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Any, norms: Any) -> Any:
     together = sum(heads)
     values = qkv[:, :together].float()
     if norms is not None:

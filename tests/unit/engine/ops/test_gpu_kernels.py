@@ -25,17 +25,15 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 # Compiling, for every generation that has a table of its own: a few kernels, and all before a release.
 
 # All that a sequence can be: with both causal variants a prefix, which a program passes over as well.
-ALL_ATTENTION = [(True, True, True), (True, False, True), (False, True, False)]
-FEW_ATTENTION = [
-    (*each, *ALL_ATTENTION[0]) for each in (("bf16", 64, 90), ("bf16", 128, 100), ("fp32", 128, 80))
-]
+VARIANTS = [(True, True, True), (True, False, True), (False, True, False)]
+FEW_ATTENTION = [(*each, *VARIANTS[0]) for each in (("bf16", 64, 90), ("bf16", 128, 100), ("fp32", 128, 80))]
 PROJECTIONS = product(("fp32", "bf16", "fp16"), (80, 90, 100), (128, 1024))
 FEW_PROJECTIONS = [("bf16", 90, 128), ("fp32", 80, 1024)]
 
 ATTENTION = [
     (dtype, head_dim, capability, *variant)
     for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 128, 256)))
-    for head_dim, capability, variant in product(heads, LIMITS, ALL_ATTENTION)
+    for head_dim, capability, variant in product(heads, LIMITS, VARIANTS)
 ]
 
 
@@ -71,9 +69,8 @@ def test_attention_on_an_h100_is_not_bound_by_instructions(
 def test_attention_has_tiles_for_every_head_and_device() -> None:
     from maxsimd.engine.ops.triton import attention
 
-    for head_dim, kibibytes, itemsize, windowed in product(
-        (24, 32, 64, 80, 128, 256), (0, 48, 99, 163, 227), (2, 4), (False, True)
-    ):
+    sizes = product((24, 32, 64, 80, 128, 256), (0, 48, 99, 163, 227), (2, 4), (False, True))
+    for head_dim, kibibytes, itemsize, windowed in sizes:
         tiles = attention.tiles_for(Limits(0, kibibytes * 1024, 1), head_dim, itemsize, windowed)
         held = (tiles.queries + 2 * tiles.stages * tiles.keys) * next_power_of_two(head_dim) * itemsize
         assert held <= max(99, kibibytes) * 1024, (head_dim, kibibytes, itemsize, windowed)

@@ -98,6 +98,8 @@ def test_silu_is_within_half_a_unit_of_bfloat16() -> None:
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130))
 # With so many inputs that they are multiplied in chunks.
 DEEP_SHAPES = SHAPES | st.tuples(st.integers(1, 300), st.sampled_from([1200, 2560]), st.integers(1, 130))
+# Whole tiles and such as leave something over, and rows that lie at distances of 2 KiB.
+LAYERS = [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
 
 
 def random_layer(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -112,9 +114,7 @@ def random_layer(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[torc
 @pytest.mark.parametrize(("pack", "rtol"), [(products.pack_float32, 2e-6), (products.pack_bfloat16, 2**-7)])
 @given(DEEP_SHAPES, st.booleans(), st.booleans(), st.booleans())
 @settings(deadline=None)
-def test_linear_equals_the_plain_one(
-    pack: Pack, rtol: float, shape: Shape, bias: bool, gelu: bool, tiles: bool
-) -> None:
+def test_linear_is_exact(pack: Pack, rtol: float, shape: Shape, bias: bool, gelu: bool, tiles: bool) -> None:
     # Sums of products of about 1, each rounded by 2**-24 of the sum.
     atol = shape[1] * 2**-24 if pack is products.pack_float32 else 1e-3
     x, weight, all_biases = random_layer(shape, pack(torch.zeros(1, 1)).dtype)
@@ -360,10 +360,7 @@ def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) ->
 
 @needs_kernels
 @pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
-# Whole tiles and such as leave something over, and rows that lie at distances of 2 KiB.
-@pytest.mark.parametrize(
-    ("inputs", "columns"), [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
-)
+@pytest.mark.parametrize(("inputs", "columns"), LAYERS)
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
 def test_rows_keep_bits_among_others(pack: Pack, tiles: bool, inputs: int, columns: int, ending: str) -> None:
@@ -450,12 +447,9 @@ def test_attention_of_towers_equals_torch(
         query, key, value = product.permute(2, 0, 3, 1, 4).unbind(0)
     else:
         query, key, value = (numbers(pictures, heads, patches, dims, dtype=dtype) * i for i in (1, 2, 3))
-    made, weights = attend_within_pictures(
-        nn.Identity(), query, key, value, None, scaling=scaling, is_causal=False
-    )
-    expected = nn.functional.scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), scale=scaling
-    )
+    given = (query, key, value)
+    made, weights = attend_within_pictures(nn.Identity(), *given, None, scaling=scaling, is_causal=False)
+    expected = nn.functional.scaled_dot_product_attention(*(each.float() for each in given), scale=scaling)
     assert (weights, made.shape) == (None, (pictures, patches, heads, dims))
     tolerance = TOWER_TOLERANCES[dtype] * float(value.abs().max())
     torch.testing.assert_close(made.float(), expected.transpose(1, 2), atol=tolerance, rtol=0)
@@ -476,10 +470,9 @@ def test_what_not_all_patches_see_goes_to_torch(what: str) -> None:
 @needs_kernels
 @settings(deadline=None, max_examples=40)
 @given(
-    sides=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    sides=st.lists(st.integers(1, 4), min_size=2, max_size=3), bias=st.booleans(),
     extra=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    bias=st.booleans(),
-)
+)  # fmt: skip
 def test_a_product_of_patches_equals_the_convolution(sides: list[int], extra: list[int], bias: bool) -> None:
     kind = nn.Conv2d if len(sides) == 2 else nn.Conv3d
     convolution: Any = kind(3, 5, tuple(sides), stride=tuple(sides), bias=bias)
@@ -497,17 +490,13 @@ class TinyAttention(nn.Module):
 @needs_kernels
 def test_only_convolutions_of_separate_patches_are_replaced() -> None:
     config = SimpleNamespace(_attn_implementation="sdpa")
-    tower = nn.ModuleDict(
-        {
-            "patches": nn.Conv2d(3, 4, 2, stride=2),
-            "overlapping": nn.Conv2d(3, 4, 3, stride=2),
-            "padded": nn.Conv2d(3, 4, 2, stride=2, padding=1),
-            "in_words": nn.Conv2d(3, 4, 1, padding="same"),
-            "grouped": nn.Conv2d(4, 4, 2, stride=2, groups=2),
-            "spread": nn.Conv2d(3, 4, 2, stride=2, dilation=2),
-            "attention": TinyAttention(config),
-        }
-    )
+    modules = {
+        "patches": nn.Conv2d(3, 4, 2, stride=2), "overlapping": nn.Conv2d(3, 4, 3, stride=2),
+        "padded": nn.Conv2d(3, 4, 2, stride=2, padding=1), "in_words": nn.Conv2d(3, 4, 1, padding="same"),
+        "grouped": nn.Conv2d(4, 4, 2, stride=2, groups=2),
+        "spread": nn.Conv2d(3, 4, 2, stride=2, dilation=2), "attention": TinyAttention(config),
+    }  # fmt: skip
+    tower = nn.ModuleDict(modules)
     with towers.tower_attention_restored([tower]):
         towers.use_tower_kernels([tower])
         assert config._attn_implementation == TOWER_ATTENTION

@@ -52,11 +52,8 @@ def fast_tokenizer(special_tokens: bool = True) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token) for token in ("[QUERY]", "[DOCUMENT]")])
     if special_tokens:
-        tokenizer.post_processor = TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
-        )
+        single, pair, used = "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", CLS), ("[SEP]", SEP)]
+        tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=used)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
@@ -90,8 +87,7 @@ def processors(
 
 def request_ids(request_id: int = 7, first: int = 100, most_tokens: int = 10_000_000) -> RequestIds:
     """The ids of request 7, whose sequences are numbered from 100."""
-    sequence_ids: Iterator[int] = count(first)
-    return RequestIds(request_id, sequence_ids, most_tokens)
+    return RequestIds(request_id, count(first), most_tokens)
 
 
 def score_request(
