@@ -59,9 +59,7 @@ def asked(query: list[int], read: list[int], instruction: int = 904) -> list[int
     return [*before, small.DOCUMENT_PROMPT, *ids(1, 900), *read, *ids(3, 901)]
 
 
-JOINED_BY = pytest.mark.parametrize(
-    ("score", "joined"), [(score, pair), (ask, asked)], ids=["tokenizer", "template"]
-)
+JOINED_BY = pytest.mark.parametrize(("score", "joined"), [(score, pair), (ask, asked)])
 Score = Callable[..., ScorePlan]
 Joined = Callable[[list[int], list[int]], list[int]]
 
@@ -189,13 +187,9 @@ def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.Mo
 
 
 def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
-    def instructed(of_request: str | None, of_checkpoint: str | None) -> list[int]:
-        return tokens_of(ask(["w1"], ["w2"], instruction=of_request, default=of_checkpoint))[0]
-
-    assert instructed("w10", "w11") == asked(ids(1, 1), ids(1, 2), 10)
-    assert instructed(None, "w11") == asked(ids(1, 1), ids(1, 2), 11)
-    assert instructed("", "w11") == asked(ids(1, 1), ids(1, 2), 11)
-    assert instructed(None, None) == asked(ids(1, 1), ids(1, 2), 904)
+    for given, default, read in (("w10", "w11", 10), (None, "w11", 11), ("", "w11", 11), (None, None, 904)):
+        plan = ask(["w1"], ["w2"], instruction=given, default=default)
+        assert tokens_of(plan) == [asked(ids(1, 1), ids(1, 2), read)], (given, default)
     template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
     assert template.frames("q", "fine\ue0a2")
     for character in ("\ue0a0", "\ue0a1"):

@@ -45,8 +45,7 @@ def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
     texts = [ids(1, 1), ids(2, 2), ids(1, 4), ids(3, 5)]
     assert small.tokens_of(plan) == [[CLS, *text, SEP] for text in texts]
     assert [sequence.sequence_id for sequence in plan.sequences] == [100, 101, 102, 103]
-    roles = [sequence.payload.role for sequence in plan.sequences]
-    assert roles == [Role.QUERY, Role.QUERY, Role.DOCUMENT, Role.DOCUMENT]
+    assert [sequence.payload.role for sequence in plan.sequences] == [Role.QUERY] * 2 + [Role.DOCUMENT] * 2
     assert {(sequence.request_id, sequence.payload.task) for sequence in plan.sequences} == {(7, task)}
     assert [sequence.num_consumers for sequence in plan.sequences] == [1, 1, 0, 0]
     assert [sequence.waits_for for sequence in plan.sequences] == [None, None, 100, 101]
@@ -156,8 +155,9 @@ def test_what_is_too_long_is_refused_by_its_index() -> None:
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
     prepare = small.processors(model(max_tokens=10_000), most_vectors=20).scores.prepare
     assert prepare(small.score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
-    said = r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"
-    with small.refused("documents", said):
+    with small.refused(
+        "documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"
+    ):
         prepare(small.score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
 
 
@@ -252,10 +252,8 @@ def looked_up(
     cache: EmbeddingCache | None, document: str, truncation: Truncation = REFUSE_LONG,
     mode: CacheMode = "use", own_length: int | None = None, task: str = "token_embed",
 ) -> ScorePlan:  # fmt: skip
-    rules = RoleRules(max_tokens=own_length)
-    made = small.processors(
-        model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache
-    )
+    described = model(max_tokens=LONGEST, document=RoleRules(max_tokens=own_length), score_task=task)
+    made = small.processors(described, overlap=1, cache=cache)
     return made.scores.prepare(small.score_request(["w1"], [document], truncation, cache=mode), request_ids())
 
 
@@ -268,11 +266,7 @@ def as_requested(cache: EmbeddingCache, document: str, truncation: Truncation) -
 
 
 def key_of(plan: ScorePlan) -> bytes | None:
-    (key,) = {
-        sequence.payload.document.cache_key
-        for sequence in plan.sequences
-        if sequence.payload.role is Role.DOCUMENT and sequence.payload.document
-    }
+    (key,) = {one.payload.document.cache_key for one in documents_of(plan) if one.payload.document}
     return key
 
 
