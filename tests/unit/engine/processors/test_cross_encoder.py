@@ -187,9 +187,9 @@ def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.Mo
 
 
 def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
-    for given, default, read in (("w10", "w11", 10), (None, "w11", 11), ("", "w11", 11), (None, None, 904)):
-        plan = ask(["w1"], ["w2"], instruction=given, default=default)
-        assert tokens_of(plan) == [asked(ids(1, 1), ids(1, 2), read)], (given, default)
+    for sent, default, read in (("w10", "w11", 10), (None, "w11", 11), ("", "w11", 11), (None, None, 904)):
+        plan = ask(["w1"], ["w2"], instruction=sent, default=default)
+        assert tokens_of(plan) == [asked(ids(1, 1), ids(1, 2), read)], (sent, default)
     template = ScoreTemplate(("{{ instruction }} {{ query }} {{ document }}",))
     assert template.frames("q", "fine\ue0a2")
     for character in ("\ue0a0", "\ue0a1"):

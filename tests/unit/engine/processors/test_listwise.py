@@ -36,8 +36,7 @@ def texts_of(plan: ListwisePlan) -> list[list[list[int]]]:
     """For each sequence its texts' words: those before each marker, the query last."""
     found = []
     for sequence in plan.sequences:
-        texts: list[list[int]] = []
-        text: list[int] = []
+        texts, text = list[list[int]](), list[int]()
         for token in sequence.tokens.ids.tolist():
             if token in (small.DOCUMENT_MARKER, small.QUERY_MARKER):
                 texts.append(text)

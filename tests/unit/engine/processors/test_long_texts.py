@@ -31,12 +31,8 @@ from tests.waiting import Pause
 
 KINDS = CUT | {"llama_2": llama_2}
 SIDES = st.sampled_from(["left", "right"])
-WORDS = st.sampled_from(
-    [
-        *("the", "Paris", "is", "1815", "3.14", "a,b", "don't", "x\ny", "\n\n", "  ", "<mask>", "[SEP]"),
-        *("\u6f22\u5b57\u3002", "caf\u00e9", "e\u0301", "\U0001f600"),
-    ]
-)
+PLAIN = ("the", "Paris", "is", "1815", "3.14", "a,b", "don't", "x\ny", "\n\n", "  ", "<mask>", "[SEP]")
+WORDS = st.sampled_from([*PLAIN, "\u6f22\u5b57\u3002", "caf\u00e9", "e\u0301", "\U0001f600"])
 SENTENCES = st.lists(WORDS, min_size=1, max_size=12).map(" ".join)
 # Up to three pieces or so.
 LENGTHS = st.integers(PIECE // 2, 3 * PIECE)
@@ -130,15 +126,8 @@ def test_a_text_without_breaks_lets_other_work_go_on(monkeypatch: pytest.MonkeyP
     assert asked.reading > 2 * len(text), "in a thread"
 
 
-KINDS_OF_SCORES = pytest.mark.parametrize(
-    "described",
-    [
-        model(),
-        model(score_task="classify", pairs=PairRules()),
-        model(score_task="classify", pairs=PairRules(template=TEMPLATE)),
-    ],
-    ids=["apart", "the tokenizer's pairs", "a template's pairs"],
-)
+PAIRED = [model(score_task="classify", pairs=rules) for rules in (PairRules(), PairRules(template=TEMPLATE))]
+KINDS_OF_SCORES = pytest.mark.parametrize("described", [model(), *PAIRED], ids=["apart", "pairs", "template"])
 
 
 @KINDS_OF_SCORES

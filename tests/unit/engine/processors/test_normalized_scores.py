@@ -21,8 +21,7 @@ QUERIES = [QUERY, "sort"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "x"] * 2
 
 SCALES = {
-    "stanford_colbert": ScoreScale("maxsim", None, None),
-    "native_multi_vector": ScoreScale("maxsim", None, None),
+    **dict.fromkeys(("stanford_colbert", "native_multi_vector"), ScoreScale("maxsim", None, None)),
     "qwen3_embedding": ScoreScale("cosine", -1.0, 1.0),
     "bert_cross_encoder": ScoreScale("sigmoid", 0.0, 1.0),
 }
@@ -38,8 +37,11 @@ async def test_scores_are_normalized(fixture: str, request: pytest.FixtureReques
         async def scores(queries: Any = queries, **options: Any) -> np.ndarray:
             return np.array((await engine.score(queries, DOCUMENTS, truncation=CUT_LONG, **options)).scores)
 
-        raw, normalized = await scores(use_activation=False), await scores(normalize=True)
-        plain = await scores()
+        raw, normalized, plain = (
+            await scores(use_activation=False),
+            await scores(normalize=True),
+            await scores(),
+        )
         assert scale.least is None or plain.min() >= scale.least
         assert scale.most is None or plain.max() <= scale.most
         expected = np.clip(raw, 0, 1)

@@ -24,9 +24,8 @@ from maxsimd.engine.workers import run_in_thread_if_large
 from tests.unit.engine.processors.small_models import score_request
 
 # Few values, so that there are ties; both zeros are one.
-SCORES = st.lists(
-    st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 2.0, math.inf, math.nan]) | st.floats(width=32)
-)
+FEW = st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 2.0, math.inf, math.nan])
+SCORES = st.lists(FEW | st.floats(width=32))
 
 
 async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
@@ -50,9 +49,8 @@ def test_the_best_come_first_ties_in_order_and_no_nan(scores: list[float], top_n
     documents = [f"document {i}" for i in range(len(scores))]
     expected = sorted((i for i, s in enumerate(scores) if not math.isnan(s)), key=lambda i: (-scores[i], i))
     ranked = rank(scores, documents, top_n)
-    assert [(each.index, each.document) for each in ranked] == [
-        (i, documents[i]) for i in expected[: top_n or None]
-    ]
+    best = [(i, documents[i]) for i in expected[: top_n or None]]
+    assert [(each.index, each.document) for each in ranked] == best
     assert np.array_equal([each.score for each in ranked], [scores[each.index] for each in ranked])
 
 

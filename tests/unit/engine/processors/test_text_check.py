@@ -207,8 +207,9 @@ def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoin
 
 def test_documents_have_the_prompt_of_the_library(checkpoints: Any, tmp_path: Path, caplog: Any) -> None:
     folder = checkpoints.copy(BI, tmp_path / "copy")
-    prompts = {"query": "query: ", "passage": "passage: "}
-    _change(folder / "config_sentence_transformers.json", prompts=prompts)
+    _change(
+        folder / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "}
+    )
     model = load_model(_config(folder), CPU, recheck=True)
     assert _checked(model, _config(folder)) is not None
     assert (model.document.prompt, "'passage'" in caplog.text) == ("", True), caplog.text
