@@ -88,7 +88,8 @@ def test_pages_name_open_routes_and_reasons_of_cut_connections() -> None:
 
 
 def test_the_table_of_what_to_change_is_complete() -> None:
-    lines = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## What to change")[1].splitlines()
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    lines = page.split("## What to change")[1].splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith(("| a ", "| an "))]
     paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.*")]
     files = [path for path in paths if path.suffix in (".py", ".cpp", ".md")]
@@ -123,7 +124,8 @@ def test_each_statement_on_other_servers_has_its_source() -> None:
     above, notes = _DOCS["promises-compared"].split("## Notes")
     used = set(re.findall(r"\[\^([\w-]+)\]", above))
     defined = re.findall(r"^\[\^([\w-]+)\]: .*https://", notes, flags=re.MULTILINE)
-    assert (len(defined), used) == (len(set(defined)), set(defined))
+    assert len(defined) == len(set(defined))
+    assert used == set(defined)
     rows = [line.split(" | ") for line in above.splitlines() if line.startswith("| ")]
     cases = [row for row in rows if len(row) == 4 and row[0] not in ("| case", "| ---")]
     assert len(cases) > 20

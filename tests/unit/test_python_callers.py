@@ -73,7 +73,8 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
         with pytest.raises(errors.EngineRunningError):
             engine.start()
         assert engine.rerank(QUERY, TEXTS).results[0].index == 0
-        assert (engine.model.name, engine.max_tokens, engine.stats().requests) == ("all-MiniLM-L6-v2", 256, 0)
+        assert (engine.model.name, engine.max_tokens) == ("all-MiniLM-L6-v2", 256)
+        assert engine.stats().requests == 0
         engine.clear_cache()
         engine.close()
         engine.close()
@@ -205,7 +206,8 @@ def test_tokens_of_texts_are_shown(engine: SyncEngine) -> None:
     assert engine.embed_tokens("spree", return_tokens=False).tokens is None
     short, long = engine.tokenize(["spree", "x " * 255])
     assert (short.tokens, short.ids.tolist()[::3]) == (words, [101, 102])
-    assert (len(short), short.truncated, len(long), long.truncated) == (4, False, 257, True)
+    assert (len(short), short.truncated) == (4, False)
+    assert (len(long), long.truncated) == (257, True)
     assert engine.tokenize("spree", add_special_tokens=False)[0].tokens == words[1:-1]
     with pytest.raises(errors.InvalidRequestError, match="texts is empty"):
         engine.tokenize([])

@@ -270,7 +270,8 @@ async def test_a_tenant_above_its_rate_is_told_when_to_come() -> None:
     door.ask(20, tenant="a")
     assert door.metric("refused_requests_total", reason="rate") == 3
     assert door.metric("tenant_refused_requests_total", tenant="a", reason="rate") == 3
-    assert [door.metric("tenant_requests_total", tenant=name) for name in ("a", "other")] == [34, 1]
+    assert door.metric("tenant_requests_total", tenant="a") == 34
+    assert door.metric("tenant_requests_total", tenant="other") == 1
 
 
 async def test_tokens_count_once_they_are_counted_and_requests_let_in() -> None:

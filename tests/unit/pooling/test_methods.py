@@ -134,9 +134,7 @@ PLAIN: dict[str, Callable[[torch.Tensor, TokenSequence], torch.Tensor]] = {
 def test_pooling_in_chunks_equals_its_definition(workload: CutSequences, padding: int, retried: bool) -> None:
     sequences, steps = workload
     states = random_states(sequences)
-    made = {
-        name: pooling_method(name, wide_head if "+" in name else head) for name in PLAIN.keys() - {PASSAGES}
-    }
+    made = {key: pooling_method(key, wide_head if "+" in key else head) for key in PLAIN.keys() - {PASSAGES}}
     pooler = DispatchPooler({**made, PASSAGES: PassageMeanPool(head)})
     items = pooled_in_steps(pooler, steps, states, padding, retried)
     for sequence in sequences:

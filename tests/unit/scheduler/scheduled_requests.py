@@ -19,13 +19,9 @@ def texts(request_id: int, lengths: list[int], first_id: int = 0) -> list[TokenS
     ]
 
 
-def document(
-    request_id: int, sequence_id: int, length: int, query_id: int, scoring: int = 0
-) -> TokenSequence:
-    slot = ResultSlot(request_id, sequence_id)
-    return TokenSequence.document(
-        sequence_id, slot, "embed", tokens(length), DocumentPayload(query_id), scoring
-    )
+def document(request_id: int, sequence_id: int, size: int, query_id: int, scoring: int = 0) -> TokenSequence:
+    slot, payload = ResultSlot(request_id, sequence_id), DocumentPayload(query_id)
+    return TokenSequence.document(sequence_id, slot, "embed", tokens(size), payload, scoring)
 
 
 def query(request_id: int, sequence_id: int, length: int, num_consumers: int = 1) -> TokenSequence:
@@ -43,9 +39,7 @@ def two_stage(
     """Queries of the given lengths, with documents and cached batches that go round them."""
     count = len(queries)
     consumers = [len(lengths[i::count]) + len(prices[i::count]) for i in range(count)]
-    sequences = [
-        query(request_id, first_id + i, length, max(1, consumers[i])) for i, length in enumerate(queries)
-    ]
+    sequences = [query(request_id, first_id + i, n, max(1, consumers[i])) for i, n in enumerate(queries)]
     for i, length in enumerate(lengths):
         sequences.append(document(request_id, first_id + count + i, length, first_id + i % count))
     return sequences, [cached(request_id, price, first_id + i % count) for i, price in enumerate(prices)]

@@ -25,9 +25,7 @@ def test_every_sequence_runs_once_after_its_pictures(
     limits = StepLimits(budget if chunked else 400, most_sequences, chunked, beside_small, features=features)
     scheduler = Scheduler(limits)
     every: dict[int, TokenSequence] = {}
-    encoded: dict[int, int] = {}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    encoded, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
 
     def run(step: Step) -> None:
         for image in step.images:
@@ -81,9 +79,7 @@ def admit(scheduler: Scheduler, documents: list[list[Picture]], request_id: int 
     return len(sequences)
 
 
-def steps_of(
-    documents: list[list[Picture]], *, chunked: bool = False, words: int = 3, **options: Any
-) -> list[Step]:
+def steps_of(documents: Any, *, chunked: bool = False, words: int = 3, **options: Any) -> list[Step]:
     scheduler = Scheduler(StepLimits(100, 100, chunked, **options))
     admit(scheduler, documents, words=words)
     return run_dry(scheduler)

@@ -17,8 +17,7 @@ def scheduler_of(tokens: int) -> Scheduler:
 
 
 def finishing_order(steps: list[Step]) -> list[int]:
-    last: dict[int, int] = {}
-    position = 0
+    last, position = dict[int, int](), 0
     for step in steps:
         for chunk in step.chunks:
             last[chunk.sequence.request_id] = position = position + 1
@@ -144,9 +143,7 @@ ME, OTHER, THIRD = ("", 0), ("other", 0), ("third", 0)
         pytest.param(70, [(ME, 70), (ME, 10_000)], 70, id="the oldest is counted already"),
         pytest.param(7000, [(ME, 8192), *[(ME, 7000)] * 9], 9 * 7000 + 8192, id="the oldest is larger"),
         pytest.param(7000, [*[(ME, 7000)] * 9, (ME, 8192)], 9 * 7000, id="its turn comes later"),
-        pytest.param(
-            16_383, [(ME, 16_384), *[(ME, 16_383)] * 20], 20 * 16_383 + 16_384, id="no more than it needs"
-        ),
+        pytest.param(16_383, [(ME, 16_384), *[(ME, 16_383)] * 20], 20 * 16_383 + 16_384, id="what it needs"),
         # The others get two of four tokens; the larger one gets half a token of the rest.
         pytest.param(150, [(ME, 10_000), (OTHER, 10_000)], 200 + 50, id="taken from its own group"),
         pytest.param(100, [(OTHER, 5000)], 100, id="another tenant runs beside"),

@@ -30,9 +30,8 @@ def work(draw: st.DrawFn, step: StepLimits, request_id: int, first_id: int) -> W
     prices = draw(st.lists(st.integers(1, 2 * step.tokens), max_size=6))
     kind = draw(st.sampled_from(["texts", "stages", "pairs"] if step.chunked else ["texts", "stages"]))
     if kind == "texts":
-        return made.texts(request_id, draw(lengths), first_id), [
-            made.cached(request_id, price) for price in prices
-        ]
+        batches = [made.cached(request_id, price) for price in prices]
+        return made.texts(request_id, draw(lengths), first_id), batches
     if kind == "pairs":
         own = draw(st.lists(st.integers(1, longest), min_size=1, max_size=12))
         return made.pairs(request_id, draw(st.integers(1, longest)), own, first_id), []
@@ -216,12 +215,9 @@ OPERATIONS = [*["admit"] * 4, "cancel", "drop", *["schedule"] * 3, "reduce"]
 @settings(max_examples=40)
 @given(limits(), st.data())
 def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, data: st.DataObject) -> None:
-    scheduler = Scheduler(
-        step_limits, weights={"heavy": 3.0}, oldest_share=data.draw(st.sampled_from([0.05, 0.5]))
-    )
-    waiting = Waiting(step_limits)
-    next_id = 0
-    admitted = 0
+    share = data.draw(st.sampled_from([0.05, 0.5]))
+    scheduler = Scheduler(step_limits, weights={"heavy": 3.0}, oldest_share=share)
+    waiting, next_id, admitted = Waiting(step_limits), 0, 0
     for operation in data.draw(st.lists(st.sampled_from(OPERATIONS), max_size=25)):
         if operation == "admit":
             sequences, batches = data.draw(work(step_limits, admitted, next_id))
@@ -255,8 +251,7 @@ def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, d
 @settings(max_examples=25)
 @given(st.data())
 def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
-    budget = data.draw(st.integers(20, 200))
-    weights = {"heavy": 3.0, "light": 0.25}
+    budget, weights = data.draw(st.integers(20, 200)), {"heavy": 3.0, "light": 0.25}
     share = data.draw(st.sampled_from([0.05, 0.125, 0.5]))
     overdue = data.draw(st.sampled_from([0.0, 0.25, 0.5]))
     limits = StepLimits(budget, 10_000, chunked=False)
@@ -279,8 +274,7 @@ def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
 @settings(max_examples=40)
 @given(limits(), st.data())
 def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits, data: st.DataObject) -> None:
-    scheduler = Scheduler(limits)
-    references = []
+    scheduler, references = Scheduler(limits), []
     for request_id in range(3):
         ids = np.zeros(data.draw(st.integers(1, limits.tokens)), dtype=np.int32)
         references.append(weakref.ref(ids))

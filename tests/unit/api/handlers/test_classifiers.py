@@ -45,7 +45,8 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> No
 
 
 async def test_labels_are_no_more_than_there_is_room_for(engine: RecordingEngine) -> None:
-    small, texts = Caller(engine, max_bodies_mb=1), ["a"] * 2185
+    small = Caller(engine, max_bodies_mb=1)
+    texts = ["a"] * 2185
     for path, body in (
         ("/classify", {"input": texts}),
         ("/pooling", {"input": texts, "task": "classify"}),
@@ -100,9 +101,8 @@ async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Cal
     assert len((await caller.json("/classify", {"input": long}))["warnings"]) == 1
     await caller.refused("/classify", {"input": long, "long_documents": "error"}, 400, "input")
     for inputs in (long, ["a", long], [long, "a"]):
-        await caller.refused(
-            "/predict", {"inputs": inputs, "truncate": False}, 400, "inputs", "inputs[0] has"
-        )
+        body = {"inputs": inputs, "truncate": False}
+        await caller.refused("/predict", body, 400, "inputs", "inputs[0] has")
 
 
 async def test_a_classifier_of_three_labels_does_not_score_or_embed(caller: Caller) -> None:

@@ -32,8 +32,9 @@ TEXTS = st.lists(SEPARATED | ODD | st.characters(exclude_categories=["Cs"]), max
 # Words of all scripts, and all that divides words.
 WORDS = st.sampled_from([word for words in SCRIPTS.values() for word in words.split()])
 SEPARATORS = st.sampled_from([*DIVIDERS, *SPACES, "\n", ""])
-PARTS = st.lists(st.tuples(WORDS | WORDS | ODD, SEPARATORS), max_size=40)
-RAGGED = PARTS.map(lambda parts: "".join(word + separator for word, separator in parts))
+RAGGED = st.lists(st.tuples(WORDS | WORDS | ODD, SEPARATORS), max_size=40).map(
+    lambda parts: "".join(word + separator for word, separator in parts)
+)
 # The whitespace before which alone these cut texts: what is put before a piece that has no space there, and
 # what has a token of its own in a text that is not split.
 SPACES_OF = {"roberta": " ", "gemma": " \n"}

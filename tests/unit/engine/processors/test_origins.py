@@ -69,7 +69,8 @@ def tokens_of_a_text(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]]]:
     text = draw(st.text("ab \n", min_size=1, max_size=20))
     pieces = list(pairwise(sorted(draw(st.sets(st.integers(0, len(text)), min_size=2)) | {0})))
     chosen = [piece for piece in pieces if draw(st.booleans())] or pieces[:1]
-    return text, [*[(-1, -1)] * draw(st.integers(0, 2)), *chosen, *[(-1, -1)] * draw(st.integers(0, 2))]
+    before = [(-1, -1)] * draw(st.integers(0, 2))
+    return text, [*before, *chosen, *[(-1, -1)] * draw(st.integers(0, 2))]
 
 
 def plain_owner(text: str, spans: list[tuple[int, int]], row: int) -> int:
@@ -94,7 +95,8 @@ def test_a_token_is_its_first_letters(case: tuple[str, list[tuple[int, int]]], d
         with pytest.raises(InvalidRequestError, match="has no token of its own"):
             passages_of(text, placed, chunks)
         return
-    assert [list(range(first, stop)) for first, stop in passages_of(text, placed, chunks)] == expected
+    found = [list(range(first, stop)) for first, stop in passages_of(text, placed, chunks)]
+    assert found == expected
 
 
 REFUSED: tuple[tuple[Any, Any, bool, str], ...] = (

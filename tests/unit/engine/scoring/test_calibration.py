@@ -87,7 +87,8 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, st
     assert len({id(ids) for _, ids in Judged.of(values).work}) == 1, "all queries share one list"
     ran = _calibrate(files, out, stanford_colbert, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
-    assert all(part in ran.output for part in ("12 queries", f"--model-option calibration={out}")), ran.output
+    assert "12 queries" in ran.output
+    assert f"--model-option calibration={out}" in ran.output
 
     async def check() -> None:
         query, document = "open a file", "Open a file and return a stream."

@@ -277,7 +277,8 @@ def test_a_similarity_follows_its_definition(
     index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
     pairs = pairs_of(data.draw(st.lists(index, min_size=1, max_size=8)))
     scores = score_pairs(similarity, q, d, pairs, maxsim_reference)
-    assert (scores.dtype, scores.shape) == (torch.float32, (len(pairs),))
+    assert scores.dtype is torch.float32
+    assert scores.shape == (len(pairs),)
     assert scores.tolist() == pytest.approx([by_hand(similarity, q[i], d[j]) for i, j in pairs], abs=1e-4)
 
 
@@ -287,6 +288,7 @@ def test_edges_of_similarities() -> None:
     none, two = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))
     for similarity in ("cosine", "dot"):
         [score] = score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist()
-        assert score == pytest.approx(by_hand(similarity, values[:1].float(), values[1:].float()), abs=1e-5)
+        expected = by_hand(similarity, values[:1].float(), values[1:].float())
+        assert score == pytest.approx(expected, abs=1e-5)
     for similarity in ("maxsim", "meanmaxsim"):
         assert score_pairs(similarity, none, two, pairs_of([(0, 0)]), maxsim_reference).tolist() == [0.0]

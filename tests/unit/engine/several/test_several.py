@@ -21,6 +21,7 @@ from maxsimd.engine.device import load
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.several import cascade
 from maxsimd.engine.workers import give_back_memory
+from tests.exhaustive import exhaustive
 from tests.waiting import Clock, Pause, until, wait_for
 
 # Engines belong to one event loop.
@@ -95,8 +96,7 @@ async def test_drops_finish_within_grace(both: Engines, reranker: EngineConfig, 
 
 
 async def test_models_that_load_in_a_stop_are_dropped(reranker: EngineConfig, held_load: Pause) -> None:
-    before = set(threading.enumerate())
-    engines = Engines({"slow": reranker})
+    before, engines = set(threading.enumerate()), Engines({"slow": reranker})
     start = asyncio.create_task(engines.start())
     await asyncio.to_thread(held_load.is_there.wait)
     assert engines.state("slow") == "loading"
@@ -128,9 +128,7 @@ async def test_it_is_started_once_at_a_time(reranker: EngineConfig) -> None:
         await engines.stop()
 
 
-@pytest.mark.parametrize(
-    ("first", "grace"), [("drop", 0), ("stop", 600), pytest.param("drop", None, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("first", "grace"), [("drop", 0), ("stop", 600), *exhaustive(("drop", None))])
 async def test_a_stop_waits_for_a_drop_within_its_own_grace(
     reranker: EngineConfig, first: str, grace: float | None, pairs: list[Pair], config: EngineConfig
 ) -> None:
@@ -223,8 +221,7 @@ async def test_possible_refusals_are_not_told_before(both: Engines, monkeypatch:
         await cascade.check_stage(both["embed"], query, [LONG] * 99, 1, {"truncation": "error"})
         assert tried.call_count <= 6, "the rest is left to the stage"
     for documents, options in (
-        ([VECTOR * 0, *TEXTS], {}),
-        ([LONG * 2, LONG * 3, LONG * 2], {}),
+        *(([VECTOR * 0, *TEXTS], {}), ([LONG * 2, LONG * 3, LONG * 2], {})),
         ([LONG * 2, "", " "], {"truncation": "window"}),
     ):
         keep = len(documents) - 1
@@ -317,7 +314,7 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: Eng
     wait_for(lambda: num_left_behind() == 0)
 
 
-@pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cycles", [2, *exhaustive(20)])
 async def test_loads_and_drops_lose_nothing(cycles: int, pairs: list[Pair], config: EngineConfig) -> None:
     documents = [pair.document for pair in pairs[:5]]
 
@@ -378,8 +375,7 @@ async def _run(turns: list[Turn], clock: Clock, longest: list[float], seconds: f
 
 @pytest.mark.parametrize("weights", [(1, 3), (5, 2, 1)])
 async def test_time_is_shared_by_weight_whatever_the_length_of_steps(weights: tuple[float, ...]) -> None:
-    clock = Clock()
-    turns = Turns(clock)
+    turns = Turns(clock := Clock())
     members = [turns.join(weight) for weight in weights]
     used = await _run(members, clock, [0.01, 0.2, 0.05][: len(weights)], 40.0)
     for seconds, weight in zip(used, weights, strict=True):
@@ -393,8 +389,7 @@ async def test_time_is_shared_by_weight_whatever_the_length_of_steps(weights: tu
 
 
 async def test_overlapping_steps_are_paid_for_once_by_a_weight() -> None:
-    clock = Clock()
-    turns = Turns(clock)
+    turns = Turns(clock := Clock())
     first, second = turns.join(1.0), turns.join(1.0)
     clock.now = 3.0
     assert first.charge(1.0) == 2.0

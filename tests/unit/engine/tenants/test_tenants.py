@@ -52,8 +52,7 @@ def test_no_more_than_the_rate_comes_in_and_who_waits_does(rate: int, traffic: T
 @settings(max_examples=60)
 @given(RATES, st.integers(0, 1000))
 def test_a_minutes_worth_may_come_at_once_and_no_more(rate: int, minutes: int) -> None:
-    bucket = Bucket(rate, 0.0)
-    now = 60.0 * minutes
+    bucket, now = Bucket(rate, 0.0), 60.0 * minutes
     bucket.charge(rate, now)
     next_one = 60 / rate
     assert bucket.seconds_until(1, now) == pytest.approx(next_one if next_one >= 0.001 else 0)
@@ -91,9 +90,7 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
 
 def test_what_cannot_be_said_of_a_tenant_is_refused() -> None:
     for wrong, message in (
-        ({"weight": 0.0}, "weight must be from 0.001 to 1000"),
-        ({"weight": 1000.1}, "weight must be from 0.001 to 1000"),
-        ({"weight": math.nan}, "weight must be from 0.001 to 1000"),
+        *(({"weight": weight}, "weight must be from 0.001 to 1000") for weight in (0.0, 1000.1, math.nan)),
         ({"priority": "urgent"}, "priority must be interactive or batch"),
         ({"requests_per_minute": 0}, "requests_per_minute must be at least 1"),
         ({"tokens_per_minute": -5}, "tokens_per_minute must be at least 1"),
@@ -120,8 +117,7 @@ def test_batches_let_others_pass() -> None:
 
 
 def test_a_rate_that_is_changed_goes_on_and_a_new_one_begins() -> None:
-    clock = Clock()
-    limits = TenantLimits(clock)
+    limits = TenantLimits(clock := Clock())
     limits.set({"a": Tenant(requests_per_minute=60), "b": Tenant(requests_per_minute=60)})
     for name in ("a", "b"):
         limits.charge(name, "requests_per_minute", 60)
@@ -143,8 +139,7 @@ def _shown(registry: CollectorRegistry, name: str, **labels: str) -> float | Non
 
 
 def test_tenants_are_labels_while_they_are_named() -> None:
-    registry = CollectorRegistry()
-    metrics = TenantMetrics(registry)
+    metrics = TenantMetrics(registry := CollectorRegistry())
     metrics.set_names(["", "other", *(f"t{i}" for i in range(MOST_LABELS + 5))])
     for tenant in ("t0", "t99", "t100", "t104", "", "other", "unheard of"):
         metrics.count_request(tenant)
@@ -154,8 +149,7 @@ def test_tenants_are_labels_while_they_are_named() -> None:
         assert _shown(registry, "requests", tenant=tenant) == number
         assert _shown(registry, "tokens", tenant=tenant) == (number and 10 * number)
         assert _shown(registry, "refused_requests", tenant=tenant, reason="rate") == number
-    registry = CollectorRegistry()
-    metrics = TenantMetrics(registry)
+    metrics = TenantMetrics(registry := CollectorRegistry())
     metrics.set_names(["a", "b"])
     for tenant in ("a", "b"):
         metrics.count_request(tenant)
