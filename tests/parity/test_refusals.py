@@ -134,15 +134,11 @@ _CODE_OF_ITS_OWN: list[Case] = [
 ]
 
 _RETRAINED: list[Case] = [
-    *[
-        (retrained.bge_minicpm, None, {"cutoff_layer": i}, "scores behind the layers 2 to 4") for i in (1, 5)
-    ],
+    *[(retrained.bge_minicpm, None, {"cutoff_layer": i}, "scores behind the layers 2 to 4") for i in (1, 5)],
     (cross_encoders.bert, None, {"cutoff_layer": 2}, "cutoff_layer is for"),
-    *[
-        (build, None, {"score_type": kind}, "can be a cross-encoder alone")
-        for build in (retrained.bge_minicpm, retrained.nemotron_rerank)
-        for kind in ("bi-encoder", "late-interaction")
-    ],
+    *[(build, None, {"score_type": kind}, "can be a cross-encoder alone")
+      for build in (retrained.bge_minicpm, retrained.nemotron_rerank)
+      for kind in ("bi-encoder", "late-interaction")],
     (retrained.bge_minicpm, settings(head_type="complex"), {}, "a simple head"),
     (retrained.bge_minicpm, settings(head_multi=False), {}, "a simple head"),
     (retrained.bge_minicpm, settings(rope_scaling={"type": "linear", "factor": 2.0}), {}, "rotary"),
@@ -155,44 +151,35 @@ _RETRAINED: list[Case] = [
     (bi_encoders.sgpt, settings(is_causal=False), {}, "both directions"),
     (bi_encoders.mpnet, settings(is_causal=True), {}, "says that it is causal"),
     (language_models.qwen3_reranker, settings(is_causal=False), {}, "no next word"),
-    *[
-        (build, edit(name), {}, re.escape(name))
-        for build, name in (
-            (retrained.voyage_4_nano, "linear.weight"),
-            (retrained.bge_minicpm, "lm_head.1.linear_head.weight"),
-            (retrained.nemotron_rerank, "score.weight"),
-        )
-        for edit in (changes.dropped, changes.not_finite)
-    ],
+    *[(build, edit(name), {}, re.escape(name))
+      for build, name in (
+          (retrained.voyage_4_nano, "linear.weight"),
+          (retrained.bge_minicpm, "lm_head.1.linear_head.weight"),
+          (retrained.nemotron_rerank, "score.weight"))
+      for edit in (changes.dropped, changes.not_finite)],
     (retrained.jina_v5_small, lambda folder: shutil.rmtree(folder / "adapters" / "retrieval"), {},
      "without adapters/retrieval/"),
     (cross_encoders.bert, None, {"compress_ratio": 2}, "trained with token compression"),
     (retrained.bge_minicpm, None, {"compress_layers": "2"}, "trained with token compression"),
-    *[
-        (retrained.bge_gemma2, None, {"compress_ratio": 2, **options}, message)
-        for options, message in (
-            ({"compress_ratio": 1, "compress_layers": "2"}, "no effect with compress_ratio=1"),
-            ({"compress_layers": "2,4"}, "behind the layers 1 to 3"),
-            # The layer that FlagEmbedding takes by default.
-            ({}, "no layer follows the layer 8"),
-            ({"compress_layers": "2,3", "cutoff_layer": 2}, "of the layers 2, 3 none is before the layer 2"),
-            ({"compress_layers": "2", "score_template": "{{ query }} {{ document }}"},
-             "leave out score_template"),
-        )
-    ],
+    *[(retrained.bge_gemma2, None, {"compress_ratio": 2, **options}, message)
+      for options, message in (
+          ({"compress_ratio": 1, "compress_layers": "2"}, "no effect with compress_ratio=1"),
+          ({"compress_layers": "2,4"}, "behind the layers 1 to 3"),
+          # The layer that FlagEmbedding takes by default.
+          ({}, "no layer follows the layer 8"),
+          ({"compress_layers": "2,3", "cutoff_layer": 2}, "of the layers 2, 3 none is before the layer 2"),
+          ({"compress_layers": "2", "score_template": "{{ query }} {{ document }}"},
+           "leave out score_template"))],
 ]  # fmt: skip
 
 _LANGUAGE_MODELS: list[Case] = [
     (cross_encoders.bert, None, {"instruction": "c"}, "takes no instruction"),
-    *[
-        (language_models.qwen3_reranker, None, {"score_template": template}, message)
-        for template, message in (
-            ("{{ query }} only", "no place for the document"),
-            ("{{ document }}", "no place for the query"),
-            ("{% if %}{{ query }}", "cannot be rendered"),
-            ("no-such-file", "neither Jinja nor a file"),
-        )
-    ],
+    *[(language_models.qwen3_reranker, None, {"score_template": template}, message)
+      for template, message in (
+          ("{{ query }} only", "no place for the document"),
+          ("{{ document }}", "no place for the query"),
+          ("{% if %}{{ query }}", "cannot be rendered"),
+          ("no-such-file", "neither Jinja nor a file"))],
     (language_models.qwen3_reranker, settings(architectures=["Exaone4ForCausalLM"]), {},
      r"Qwen/Qwen3-Reranker-0\.6B"),
     (language_models.qwen3_reranker, settings(auto_map={"AutoConfig": "modeling_zeranker.ZEConfig"}), {},
@@ -208,49 +195,37 @@ _SPARSE: list[Case] = [
      "a masked language model with SpladePooling is supported"),
     (bi_encoders.bge, None, {"score_type": "hybrid"}, "has no colbert_linear and sparse_linear"),
     (bi_encoders.bge_m3, None, {"hybrid_weights": "1,1,1"}, "hybrid_weights is for hybrid scores"),
-    *[
-        (bi_encoders.bge_m3, None, {"score_type": kind}, "allow_pickle=True")
-        for kind in ("sparse", "hybrid", "late-interaction")
-    ],
-    *[
-        (bi_encoders.bge_m3, _both(changes.converted, removed("*.pt"), removed("colbert_linear.*")),
-         {"score_type": kind}, "has no colbert_linear")
-        for kind in ("hybrid", "late-interaction")
-    ],
+    *[(bi_encoders.bge_m3, None, {"score_type": kind}, "allow_pickle=True")
+      for kind in ("sparse", "hybrid", "late-interaction")],
+    *[(bi_encoders.bge_m3, _both(changes.converted, removed("*.pt"), removed("colbert_linear.*")),
+       {"score_type": kind}, "has no colbert_linear")
+      for kind in ("hybrid", "late-interaction")],
     (bi_encoders.bge_m3, _pooled_by_mean, {"allow_pickle": True}, "pools mean"),
-    *[
-        (bi_encoders.bge_m3, _layer(what), {"allow_pickle": True}, message)
-        for what, message in (
-            (Harmful(), "cannot read sparse_linear.pt"),
-            ({"weight": torch.ones(1, 128)}, "not a weight and a bias"),
-            ({"weight": torch.ones(2, 128), "bias": torch.ones(2)}, "not a weight and a bias"),
-            ({"weight": torch.ones(1, 64), "bias": torch.ones(1)}, "not a weight and a bias"),
-            ({"weight": torch.full((1, 128), torch.nan), "bias": torch.ones(1)}, "not finite"),
-        )
-    ],
+    *[(bi_encoders.bge_m3, _layer(what), {"allow_pickle": True}, message)
+      for what, message in (
+          (Harmful(), "cannot read sparse_linear.pt"),
+          ({"weight": torch.ones(1, 128)}, "not a weight and a bias"),
+          ({"weight": torch.ones(2, 128), "bias": torch.ones(2)}, "not a weight and a bias"),
+          ({"weight": torch.ones(1, 64), "bias": torch.ones(1)}, "not a weight and a bias"),
+          ({"weight": torch.full((1, 128), torch.nan), "bias": torch.ones(1)}, "not finite"))],
 ]  # fmt: skip
 
 _PICTURES: list[Case] = [
-    *[
-        (vision_language.qwen3_vl_embedding, settings("sentence_bert_config.json", processing_kwargs=said),
-         {}, message)
-        for said, message in (
-            ({"image": {"patch_size": 8}}, "the setting patch_size for pictures, which is not known here"),
-            ({"text": {"max_length": 90}, "chat_template": {"restore_suffix": False}},
-             "texts truncated without what the template writes behind them are not supported"),
-        )
-    ],
+    *[(vision_language.qwen3_vl_embedding, settings("sentence_bert_config.json", processing_kwargs=said),
+       {}, message)
+      for said, message in (
+          ({"image": {"patch_size": 8}}, "the setting patch_size for pictures, which is not known here"),
+          ({"text": {"max_length": 90}, "chat_template": {"restore_suffix": False}},
+           "texts truncated without what the template writes behind them are not supported"))],
     # The query's picture cannot be told from the document's then.
     (vision_language.qwen3_vl_reranker, _pictures_moved, {}, "the chat template"),
     (vision_language.colqwen2_merged,
      tensors(lambda found: found.update({name: each + 0.5 for name, each in found.items()}),
              "1_Dense/model.safetensors"), {}, "modules with another projection than its custom_text_proj"),
     (vision_language.colqwen2_merged, _without_dense, {}, "no module for its projection custom_text_proj"),
-    *[
-        (build, None, {"score_type": kind}, "which can be a bi-encoder alone")
-        for build in (two_towers.clip, two_towers.siglip)
-        for kind in ("late-interaction", "cross-encoder")
-    ],
+    *[(build, None, {"score_type": kind}, "which can be a bi-encoder alone")
+      for build in (two_towers.clip, two_towers.siglip)
+      for kind in ("late-interaction", "cross-encoder")],
 ]  # fmt: skip
 
 _W8A8 = partial(quantized.qwen3_reranker, scheme="w8a8")
@@ -296,8 +271,7 @@ _QUANTIZED: list[Case] = [
          f"{_DOWN}.weight of .* is torch.int8, but has no scale beside it"),
         (added(f"{_DOWN}.weight_scale", torch.ones(3, 1)), r"has scales \[3, 1\], which do not fit"),
         (added("model.layers.0.self_attn.k_scale", torch.ones(1)), "unexpected: .*self_attn.k_scale"),
-        (added(f"{_DOWN}.output_scale", torch.ones(1)), "unexpected: .*down_proj.output_scale"),
-    ]
+        (added(f"{_DOWN}.output_scale", torch.ones(1)), "unexpected: .*down_proj.output_scale")]
 ]  # fmt: skip
 
 _LORA = "adapter_config.json"
@@ -314,46 +288,38 @@ def _as_matrices_of(layer: str) -> Edit:
 
 
 _ADAPTERS: list[Case] = [
-    *[
-        (vision_language.colqwen2_5_adapter, edit, {}, message)
-        for edit, message in [
-            (settings(_LORA, peft_type="IA3"), "is no LoRA; merge it into its base"),
-            (settings(_LORA, use_dora=True), r"lacks matrices: model.layers.0.mlp.down_proj, "),
-            (settings(_LORA, modules_to_save=["score"]), "has no tensors of its modules_to_save, score"),
-            (settings(_LORA, rank_pattern={"q_proj": 3}), "its rank is 3; its matrices have another"),
-            (settings(_LORA, r=8), "its rank is 8; its matrices have another"),
-            (settings(_LORA, rank_pattern={"(": 3}), "has patterns that cannot be read"),
-            (settings(_LORA, base_model_name_or_path="/nowhere"), "the base '/nowhere' of the adapter"),
-            *[
-                (settings(_LORA, **{name: value}), f"sets {name}, with which it cannot be added here")
-                for name, value in {
-                    "target_parameters": ["w"], "lora_bias": True, "alora_invocation_tokens": [1],
-                    "layer_replication": [[0, 2]], "init_lora_weights": "pissa", "bias": "some",
-                }.items()
-            ],
-            (written(_LORA, "{"), "adapter_config.json of .* is not JSON"),
-            (removed(_MATRICES), "has no adapter_model.safetensors"),
-            (tensors(dict.clear, _MATRICES), "lacks matrices: it has none"),
-            (_as_matrices_of("other"), "is for other, which the model does not have"),
-            (_as_matrices_of("q_proj"), r"may mean \S+q_proj or \S+q_proj"),
-            (changes.not_finite(f"{_Q_PROJ}.lora_A.weight", _MATRICES), "not finite in its tensor .*lora_A"),
-            (changes.dropped(f"{_Q_PROJ}.lora_B.weight", _MATRICES),
-             "lacks matrices: .*layers.0.self_attn.q_proj"),
-            (added(f"{_Q_PROJ}.lora_B.weight", torch.zeros(7, 4), _MATRICES),
-             r"has matrices \[7, 4\] and \[4, 128\] for .*, which is \[128, 128\]"),
-            (added(f"{_Q_PROJ}.lora_magnitude_vector", torch.zeros(4), _MATRICES),
-             "has a tensor .*lora_magnitude_vector, which is not of LoRA"),
-        ]
-    ],
-    *[
-        (partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"]),
-         added(f"base_model.model.{name}", torch.ones(shape), _MATRICES), {}, message)
-        for name, shape, message in (
-            ("classifier.weight", (2, 128), r"has \[2, 128\] .* classifier.weight, which is \[1, 128\]"),
-            ("classifier.other", (2,), "in place of classifier.other, which is None"),
-            ("bert.embeddings.LayerNorm.weight", (128,), "tensor .*LayerNorm.weight, which is not of LoRA"),
-        )
-    ],
+    *[(vision_language.colqwen2_5_adapter, edit, {}, message)
+      for edit, message in [
+          (settings(_LORA, peft_type="IA3"), "is no LoRA; merge it into its base"),
+          (settings(_LORA, use_dora=True), r"lacks matrices: model.layers.0.mlp.down_proj, "),
+          (settings(_LORA, modules_to_save=["score"]), "has no tensors of its modules_to_save, score"),
+          (settings(_LORA, rank_pattern={"q_proj": 3}), "its rank is 3; its matrices have another"),
+          (settings(_LORA, r=8), "its rank is 8; its matrices have another"),
+          (settings(_LORA, rank_pattern={"(": 3}), "has patterns that cannot be read"),
+          (settings(_LORA, base_model_name_or_path="/nowhere"), "the base '/nowhere' of the adapter"),
+          *[
+              (settings(_LORA, **{name: value}), f"sets {name}, with which it cannot be added here")
+              for name, value in {
+                  "target_parameters": ["w"], "lora_bias": True, "alora_invocation_tokens": [1],
+                  "layer_replication": [[0, 2]], "init_lora_weights": "pissa", "bias": "some"}.items()],
+          (written(_LORA, "{"), "adapter_config.json of .* is not JSON"),
+          (removed(_MATRICES), "has no adapter_model.safetensors"),
+          (tensors(dict.clear, _MATRICES), "lacks matrices: it has none"),
+          (_as_matrices_of("other"), "is for other, which the model does not have"),
+          (_as_matrices_of("q_proj"), r"may mean \S+q_proj or \S+q_proj"),
+          (changes.not_finite(f"{_Q_PROJ}.lora_A.weight", _MATRICES), "not finite in its tensor .*lora_A"),
+          (changes.dropped(f"{_Q_PROJ}.lora_B.weight", _MATRICES),
+           "lacks matrices: .*layers.0.self_attn.q_proj"),
+          (added(f"{_Q_PROJ}.lora_B.weight", torch.zeros(7, 4), _MATRICES),
+           r"has matrices \[7, 4\] and \[4, 128\] for .*, which is \[128, 128\]"),
+          (added(f"{_Q_PROJ}.lora_magnitude_vector", torch.zeros(4), _MATRICES),
+           "has a tensor .*lora_magnitude_vector, which is not of LoRA")]],
+    *[(partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"]),
+       added(f"base_model.model.{name}", torch.ones(shape), _MATRICES), {}, message)
+      for name, shape, message in (
+          ("classifier.weight", (2, 128), r"has \[2, 128\] .* classifier.weight, which is \[1, 128\]"),
+          ("classifier.other", (2,), "in place of classifier.other, which is None"),
+          ("bert.embeddings.LayerNorm.weight", (128,), "tensor .*LayerNorm.weight, which is not of LoRA"))],
 ]  # fmt: skip
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 133466304\n"
@@ -387,32 +353,23 @@ _WHOLE = "model.safetensors"
 
 # Faults of files, and the words of the message about the name, the cause and the remedy.
 _DAMAGED: list[Case] = [
-    *[
-        (build, changes.in_place_of(file, _POINTER), {}, f"{name} of .* Git LFS pointer.*`git lfs pull`")
-        for build, file, name in (
-            *((_BERT, name, name) for name in (_WHOLE, "config.json", "tokenizer.json")),
-            (bi_encoders.bge, "modules.json", "modules.json"),
-            (late_interaction.pylate_modernbert, "1_*/model.safetensors", "1_Dense/model.safetensors"),
-            (_ADAPTER, _MATRICES, _MATRICES),
-        )
-    ],
-    *[
-        (_BERT, _both(changes.sharded, edit), {}, f"{_SECOND} of .*{message}")
-        for edit, message in (
-            (changes.in_place_of(_SECOND, _POINTER), "`git lfs pull`"),
-            (changes.cut_short(_SECOND),
-             r"is damaged or cut short at \d+ bytes: .* not fully covered; download it again"),
-            (changes.in_place_of(_SECOND, b""), "is empty; download it again"),
-            (removed(_SECOND), "is not there, .* download it again"),
-        )
-    ],
-    *[
-        (_BERT, _pickled(content), {"allow_pickle": True}, f"pytorch_model.bin of .*{message}")
-        for content, message in (
-            (_POINTER, "`git lfs pull`"),
-            (b"PK and no more", "not a torch archive; download it again"),
-        )
-    ],
+    *[(build, changes.in_place_of(file, _POINTER), {}, f"{name} of .* Git LFS pointer.*`git lfs pull`")
+      for build, file, name in (
+          *((_BERT, name, name) for name in (_WHOLE, "config.json", "tokenizer.json")),
+          (bi_encoders.bge, "modules.json", "modules.json"),
+          (late_interaction.pylate_modernbert, "1_*/model.safetensors", "1_Dense/model.safetensors"),
+          (_ADAPTER, _MATRICES, _MATRICES))],
+    *[(_BERT, _both(changes.sharded, edit), {}, f"{_SECOND} of .*{message}")
+      for edit, message in (
+          (changes.in_place_of(_SECOND, _POINTER), "`git lfs pull`"),
+          (changes.cut_short(_SECOND),
+           r"is damaged or cut short at \d+ bytes: .* not fully covered; download it again"),
+          (changes.in_place_of(_SECOND, b""), "is empty; download it again"),
+          (removed(_SECOND), "is not there, .* download it again"))],
+    *[(_BERT, _pickled(content), {"allow_pickle": True}, f"pytorch_model.bin of .*{message}")
+      for content, message in (
+          (_POINTER, "`git lfs pull`"),
+          (b"PK and no more", "not a torch archive; download it again"))],
     (_BERT, changes.in_place_of(_WHOLE, b"<html>Not found</html>"), {},
      f"{_WHOLE} of .* is damaged or cut short at 22 bytes: .*; download it"),
     (_BERT, changes.cut_short("tokenizer.json"), {},
@@ -427,51 +384,38 @@ _DAMAGED: list[Case] = [
      "prompts in config_sentence_transformers.json of .* not null; remove the key"),
     (t5.monot5, _sentencepiece_alone, {},
      "tokenizer only as spiece.model.*pip install sentencepiece protobuf, or save a tokenizer.json"),
-    *[
-        (_BERT, removed("*.safetensors"), {"allow_pickle": allowed},
-         f"has no weights: there is neither {_WHOLE} nor .* download it whole")
-        for allowed in (False, True)
-    ],
+    *[(_BERT, removed("*.safetensors"), {"allow_pickle": allowed},
+       f"has no weights: there is neither {_WHOLE} nor .* download it whole")
+      for allowed in (False, True)],
     (bi_encoders.bge, settings("config_sentence_transformers.json", prompts={"query": ["a"]}), {},
      r"sets prompts\.query to \[\"a\"\], .* as one string"),
-    *[
-        (bi_encoders.bge, _in_place("modules.json", old, new), {}, message)
-        for old, new, message in (
-            ('"type"', '"kind"', "modules.json of .* gives its module 0 no type"),
-            ("transformer.Transformer", "bow.BoW", "modules.json of .* begins with a BoW, not a transformer"),
-            ('"path": ""', '"path": "0_Gone"', "has no 0_Gone/config.json with the settings of the Tr"),
-        )
-    ],
+    *[(bi_encoders.bge, _in_place("modules.json", old, new), {}, message)
+      for old, new, message in (
+          ('"type"', '"kind"', "modules.json of .* gives its module 0 no type"),
+          ("transformer.Transformer", "bow.BoW", "modules.json of .* begins with a BoW, not a transformer"),
+          ('"path": ""', '"path": "0_Gone"', "has no 0_Gone/config.json with the settings of the Tr"))],
     (partial(bi_encoders.bert, behind="a residual"), removed("*_Dense/*.safetensors"), {},
      "has no 2_Dense/model.safetensors with the weights of the Dense"),
-    *[
-        (_BERT, settings("tokenizer_config.json", **{key: value}), {}, message)
-        for key, value, message in (
-            ("model_max_length", "512", 'tokenizer_config.json of .* to "512"; give a number'),
-            ("tokenizer_class", "XLMRobertaTokenizer", "its tokenizer cannot be read .* tokenizer_conf"),
-        )
-    ],
-    *[
-        (_BERT, written(file, text), {}, rf"{re.escape(file)} of .* {message}")
-        for file, message, texts in (
-            (f"{_WHOLE}.index.json", "has no map of weights", ("[]", "{", '{"weight_map": 3}', "{}")),
-            (f"{_WHOLE}.index.json", "names .* no safetensors file",
-             [json.dumps({"weight_map": {"a": file}})
-              for file in ("pytorch_model.bin", f"../{_WHOLE}", f"folder/{_WHOLE}")]),
-            ("config.json", "is not JSON: Expecting property name", ("{",)),
-            ("config.json", "is not JSON: maximum recursion depth", ("[" * 100_000,)),
-            ("config.json", "is no JSON object", ("[1]",)),
-            ("config.json", "has no model_type", ('{"architectures": 5}',)),
-            ("config_sentence_transformers.json", "is no", ('"x"',)),
-            ("modules.json", "is no list of modules", ("[3]", '{"0": {}}')),
-        )
-        for text in texts
-    ],
-    *[
-        (_BERT, written("modules.json", json.dumps([{"name": "0", "path": path, "type": "x"}])), {},
-         "has a module in .*, outside of its own folder")
-        for path in ("../other", "/other", "a/../../b")
-    ],
+    *[(_BERT, settings("tokenizer_config.json", **{key: value}), {}, message)
+      for key, value, message in (
+          ("model_max_length", "512", 'tokenizer_config.json of .* to "512"; give a number'),
+          ("tokenizer_class", "XLMRobertaTokenizer", "its tokenizer cannot be read .* tokenizer_conf"))],
+    *[(_BERT, written(file, text), {}, rf"{re.escape(file)} of .* {message}")
+      for file, message, texts in (
+          (f"{_WHOLE}.index.json", "has no map of weights", ("[]", "{", '{"weight_map": 3}', "{}")),
+          (f"{_WHOLE}.index.json", "names .* no safetensors file",
+           [json.dumps({"weight_map": {"a": file}})
+            for file in ("pytorch_model.bin", f"../{_WHOLE}", f"folder/{_WHOLE}")]),
+          ("config.json", "is not JSON: Expecting property name", ("{",)),
+          ("config.json", "is not JSON: maximum recursion depth", ("[" * 100_000,)),
+          ("config.json", "is no JSON object", ("[1]",)),
+          ("config.json", "has no model_type", ('{"architectures": 5}',)),
+          ("config_sentence_transformers.json", "is no", ('"x"',)),
+          ("modules.json", "is no list of modules", ("[3]", '{"0": {}}')))
+      for text in texts],
+    *[(_BERT, written("modules.json", json.dumps([{"name": "0", "path": path, "type": "x"}])), {},
+       "has a module in .*, outside of its own folder")
+      for path in ("../other", "/other", "a/../../b")],
     (_BERT, _both(_pickled(b"\x80\x02 and more"), settings(hidden_act="no")), {"allow_pickle": True},
      "config.json sets hidden_act to 'no', which"),
     (cross_encoders.modernbert, changes.without_settings("pad_token_id"), {},
@@ -500,15 +444,12 @@ _SETTINGS: list[Case] = [
     # Adapters are woven into its weights, and its code is not run.
     (late_interaction.jina_colbert_v2, settings(lora_adaptations=["retrieval.query"]), {},
      "jina-embeddings-v3-hf"),
-    *[
-        (bi_encoders.gte, None, options, message)
-        for options, message in (
-            ({"score_type": "cross-encoder"}, "no classifier"),
-            ({"dimensions": 1000}, "dimensions=1000 is more"),
-            ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
-            ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
-        )
-    ],
+    *[(bi_encoders.gte, None, options, message)
+      for options, message in (
+          ({"score_type": "cross-encoder"}, "no classifier"),
+          ({"dimensions": 1000}, "dimensions=1000 is more"),
+          ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
+          ({"score_template": "{{ query }} {{ document }}"}, "query and document together"))],
     (partial(_BERT, labels=2), settings(id2label={"0": "x", "1": "x"}), {"score_label": "x"}, "'x' twice"),
     (late_interaction.native, settings("1_Dense/config.json", activation_function="mypkg.Act"), {},
      r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
@@ -534,19 +475,16 @@ _SETTINGS: list[Case] = [
      "sets module_output_name to 'scores'"),
     (bi_encoders.qwen3_in_chat, written("chat_template.jinja", _TWICE), {}, "chat template"),
     (bi_encoders.gte, added("linear.weight", torch.ones(2, 128)), {}, r"unexpected: linear.weight; .*HF_C"),
-    *[
-        (build, edit, {}, f"{message}.*, which is not supported; leave it out")
-        for build, edit, message in (
-            (bi_encoders.gte, settings("tokenizer_config.json", split_special_tokens=True),
-             "sets split_special_tokens to true"),
-            (bi_encoders.gte, settings(position_embedding_type="relative_key"),
-             'position_embedding_type to "rel'),
-            (bi_encoders.gte, settings("sentence_bert*", tokenizer_name_or_path="a"), "tokenizer_name_or"),
-            (late_interaction.stanford, settings("artifact.metadata", similarity="l2"), 'similarity to "l2"'),
-            *((build, settings(chunk_size_feed_forward=4), "chunk_size_feed_forward to 4")
-              for build in (jina.reranker_v2, cross_encoders.electra)),
-        )
-    ],
+    *[(build, edit, {}, f"{message}.*, which is not supported; leave it out")
+      for build, edit, message in (
+          (bi_encoders.gte, settings("tokenizer_config.json", split_special_tokens=True),
+           "sets split_special_tokens to true"),
+          (bi_encoders.gte, settings(position_embedding_type="relative_key"),
+           'position_embedding_type to "rel'),
+          (bi_encoders.gte, settings("sentence_bert*", tokenizer_name_or_path="a"), "tokenizer_name_or"),
+          (late_interaction.stanford, settings("artifact.metadata", similarity="l2"), 'similarity to "l2"'),
+          *((build, settings(chunk_size_feed_forward=4), "chunk_size_feed_forward to 4")
+            for build in (jina.reranker_v2, cross_encoders.electra)))],
 ]  # fmt: skip
 
 
@@ -554,8 +492,7 @@ _SETTINGS: list[Case] = [
     "case",
     [
         *_CODE_OF_ITS_OWN, *_RETRAINED, *_LANGUAGE_MODELS, *_SPARSE, *_PICTURES, *_QUANTIZED, *_ADAPTERS,
-        *_DAMAGED, *_SETTINGS,
-    ],
+        *_DAMAGED, *_SETTINGS],
     ids=lambda case: case[3],
 )  # fmt: skip
 def test_it_says_in_one_line_what_is_wrong_and_what_to_do(
@@ -712,16 +649,14 @@ def test_two_sparse_are_refused(splade: str, changed: Changed, tmp_path: Path) -
     [
         *(
             (build, None, {"dtype": "float16"}, r"leave the range of float16.*use bfloat16 or float32")
-            for build in (t5.monot5, bi_encoders.embeddinggemma)
-        ),
+            for build in (t5.monot5, bi_encoders.embeddinggemma)),
         (sparse_encoders.splade, None, {"cache_precision": "int8"}, "would round the ids of words"),
         (cross_encoders.qwen3_in_chat, written("chat_template.jinja", "{{ messages[0].content }}"), {},
          "does not read a pair: .*'document' content does not reach .*; check its configuration$"),
         (bi_encoders.gte,
          _both(settings("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"), _bytes_last), {},
          "tokenizer.json .* put TemplateProcessing last"),
-        (cross_encoders.bert, added("classifier.weight", torch.full((1, 128), 1e38)), {}, "not finite"),
-    ],
+        (cross_encoders.bert, added("classifier.weight", torch.full((1, 128), 1e38)), {}, "not finite")],
 )  # fmt: skip
 async def test_what_cannot_be_run_is_refused_by_the_engine(
     build: Build, edit: Edit | None, options: dict[str, Any], message: str, changed: Changed

@@ -166,64 +166,48 @@ _PROMPTS = settings("config_sentence_transformers.json", **cross_encoders.PROMPT
 
 VARIANTS = [
     # Rerankers that score behind each layer are asked for one. Passages may be compressed behind layers.
-    *(
-        Variant(f"{build.__name__} behind layer {layer}", build, partial(reference, layer=layer),
-                {"cutoff_layer": layer}, execution=execution, exhaustive=layer != default)
-        for build, reference, execution, default in (
-            (retrained.bge_minicpm, plain_models.bge_minicpm, "packed", 2),
-            (retrained.bge_gemma2, plain_models.bge_gemma2, "packed", 3),
-        )
-        for layer in (2, 3, 4)
-    ),
-    *(
-        Variant(f"compressed by {ratio} behind {layers}, {cutoff} layers", retrained.bge_gemma2,
-                partial(plain_models.bge_gemma2, layer=cutoff, ratio=ratio, compressed=layers),
-                {"cutoff_layer": cutoff, "compress_ratio": ratio,
-                 "compress_layers": ",".join(map(str, layers))},
-                execution="padded", exhaustive=i != 1)
-        for i, (ratio, layers, cutoff) in enumerate([
-            (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
-            (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3),
-        ])
-    ),
-    *(
-        Variant(f"a Llama that pools by {pooling}, with a sigmoid", retrained.nemotron_rerank, _sigmoids,
-                edits=(settings(pooling=pooling,
-                                sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),),
-                exhaustive=pooling == "last")
-        for pooling in ("cls", "last")
-    ),
-    *(
-        Variant(f"a {kind} that reads both ways by its {said}",
-                partial(retrained.both_ways, kind=kind, said=said), _both_ways,
-                exhaustive=said != "is_causal" or kind != "qwen3")
-        for kind, said in [
-            *((kind, "is_causal") for kind in ("llama", "mistral", "ministral3", "qwen2", "gemma")),
-            *(("qwen3", said) for said in ("is_causal", "field", "class", "code")),
-        ]
-    ),
+    *(Variant(f"{build.__name__} behind layer {layer}", build, partial(reference, layer=layer),
+              {"cutoff_layer": layer}, execution=execution, exhaustive=layer != default)
+      for build, reference, execution, default in (
+          (retrained.bge_minicpm, plain_models.bge_minicpm, "packed", 2),
+          (retrained.bge_gemma2, plain_models.bge_gemma2, "packed", 3))
+      for layer in (2, 3, 4)),
+    *(Variant(f"compressed by {ratio} behind {layers}, {cutoff} layers", retrained.bge_gemma2,
+              partial(plain_models.bge_gemma2, layer=cutoff, ratio=ratio, compressed=layers),
+              {"cutoff_layer": cutoff, "compress_ratio": ratio,
+               "compress_layers": ",".join(map(str, layers))},
+              execution="padded", exhaustive=i != 1)
+      for i, (ratio, layers, cutoff) in enumerate([
+          (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
+          (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3)])),
+    *(Variant(f"a Llama that pools by {pooling}, with a sigmoid", retrained.nemotron_rerank, _sigmoids,
+              edits=(settings(pooling=pooling,
+                              sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),),
+              exhaustive=pooling == "last")
+      for pooling in ("cls", "last")),
+    *(Variant(f"a {kind} that reads both ways by its {said}",
+              partial(retrained.both_ways, kind=kind, said=said), _both_ways,
+              exhaustive=said != "is_causal" or kind != "qwen3")
+      for kind, said in [
+          *((kind, "is_causal") for kind in ("llama", "mistral", "ministral3", "qwen2", "gemma")),
+          *(("qwen3", said) for said in ("is_causal", "field", "class", "code"))]),
     Variant("LFM2 that attends to the expansion", retrained.lfm2_colbert,
             partial(plain_models.maxsims, model=plain_models.Lfm2Colbert),
             edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),),
             exhaustive=True),
-    *(
-        Variant(f"DeBERTa: {name}",
-                partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
-                references.cross_encoder, {"kernels": kernels}, exhaustive=kernels == "torch")
-        for name, changes in {
-            "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
-            "both kinds of positions, and types": {"position_biased_input": True, "type_vocab_size": 2},
-            "queries and positions alone, of no buckets, with projections apart": {
-                "pos_att_type": ["c2p"], "position_buckets": -1, "max_relative_positions": 40,
-                "share_att_key": False,
-            },
-            "keys and positions alone, with projections apart": {
-                "pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none",
-            },
-            "absolute positions alone": {"relative_attention": False, "position_biased_input": True},
-        }.items()
-        for kernels in ("auto", "torch")
-    ),
+    *(Variant(f"DeBERTa: {name}",
+              partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
+              references.cross_encoder, {"kernels": kernels}, exhaustive=kernels == "torch")
+      for name, changes in {
+          "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
+          "both kinds of positions, and types": {"position_biased_input": True, "type_vocab_size": 2},
+          "queries and positions alone, of no buckets, with projections apart": {
+              "pos_att_type": ["c2p"], "position_buckets": -1, "max_relative_positions": 40,
+              "share_att_key": False},
+          "keys and positions alone, with projections apart": {
+              "pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none"},
+          "absolute positions alone": {"relative_attention": False, "position_biased_input": True}}.items()
+      for kernels in ("auto", "torch")),
     # As ColPali-like models keep only the tokens of pictures; here every other token of the vocabulary.
     Variant("a mask that keeps some tokens", late_interaction.native, references.multi_vector,
             edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, WORDS, 2))),)),
@@ -233,49 +217,40 @@ VARIANTS = [
             references.sparse_encoder, weights=_beside("saved")),
     Variant("sums of weights", partial(sparse_encoders.splade, strategy="sum"), references.sparse_encoder),
     # colbert-ai reads these, whatever class or modules are named, by their metadata and projection.
-    *(
-        Variant(f"Stanford ColBERT, {said}", late_interaction.stanford, references.multi_vector,
-                edits=(_copied, edit), weights=_original, documents=DOCUMENTS)
-        for said, edit in {
-            "its transformer a module": partial(save_module_list, kinds=_TRANSFORMER),
-            "pooled by modules": partial(save_modules, pooling="mean"),
-            "no class": settings(architectures=None), "of a base": settings(architectures=["BertModel"]),
-        }.items()
-    ),
+    *(Variant(f"Stanford ColBERT, {said}", late_interaction.stanford, references.multi_vector,
+              edits=(_copied, edit), weights=_original, documents=DOCUMENTS)
+      for said, edit in {
+          "its transformer a module": partial(save_module_list, kinds=_TRANSFORMER),
+          "pooled by modules": partial(save_modules, pooling="mean"),
+          "no class": settings(architectures=None), "of a base": settings(architectures=["BertModel"]),
+      }.items()),
     Variant("token pooling", late_interaction.stanford, partial(_late, pooling=HierarchicalTokenPooling(2.0)),
             {"doc_token_pooling": 2}),
     Variant("fewer dimensions", late_interaction.stanford, partial(_late, dimensions=16), {"dimensions": 16}),
     Variant("an instruction", language_models.qwen3_reranker,
             partial(references.qwen3_reranker, instruction=_SNAKES), {"instruction": _SNAKES}),
-    *(
-        Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
-                exhaustive=build in (retrained.lfm2_5_embedding, t5.monot5))
-        for build, reference, execution in (
-            (t5.monot5, references.monot5, "padded"),
-            (retrained.nemotron_rerank, plain_models.nemotron_rerank, "padded"),
-            (retrained.lfm2_5_embedding,
-             partial(plain_models.cosines, model=plain_models.lfm2_5_embedding), "padded"),
-            (retrained.lfm2_5_colbert,
-             partial(plain_models.maxsims, model=plain_models.lfm2_5_colbert), "one by one"),
-        )
-    ),
+    *(Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
+              exhaustive=build in (retrained.lfm2_5_embedding, t5.monot5))
+      for build, reference, execution in (
+          (t5.monot5, references.monot5, "padded"),
+          (retrained.nemotron_rerank, plain_models.nemotron_rerank, "padded"),
+          (retrained.lfm2_5_embedding,
+           partial(plain_models.cosines, model=plain_models.lfm2_5_embedding), "padded"),
+          (retrained.lfm2_5_colbert,
+           partial(plain_models.maxsims, model=plain_models.lfm2_5_colbert), "one by one"))),
     Variant("monoT5 by torch", t5.monot5, references.monot5, {"kernels": "torch"}),
     Variant("MaxSim in tiles", late_interaction.stanford, references.multi_vector, {"maxsim": "tiled"}),
     Variant("plain MaxSim", late_interaction.stanford, references.multi_vector, {"maxsim": "reference"}),
     # LoRA, as the base with the weights that the formulas give.
-    *(
-        Variant(f"LoRA: {name}", partial(adapters.bert, **said), references.cross_encoder, weights=_merged,
-                exhaustive=name != "DoRA with rsLoRA and patterns")
-        for name, said in adapters.SETTINGS.items()
-    ),
+    *(Variant(f"LoRA: {name}", partial(adapters.bert, **said), references.cross_encoder, weights=_merged,
+              exhaustive=name != "DoRA with rsLoRA and patterns")
+      for name, said in adapters.SETTINGS.items()),
     Variant("LoRA saved by its name", adapters.saved_by_name, references.cross_encoder, weights=_merged),
     Variant("LoRA of transposed layers", adapters.gpt2, references.cross_encoder, weights=_merged),
     # GGUF: blocks, answers in a tensor of their own, and decoders as what they were made from.
-    *(
-        Variant(f"GGUF in {kind}", partial(gguf_models.qwen3, kind=kind), references.qwen3_reranker,
-                weights=dequantised, exhaustive=True)
-        for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K")
-    ),
+    *(Variant(f"GGUF in {kind}", partial(gguf_models.qwen3, kind=kind), references.qwen3_reranker,
+              weights=dequantised, exhaustive=True)
+      for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K")),
     Variant("GGUF in Q6_K, answers not tied", partial(gguf_models.qwen3_reranker, kind="Q6_K", tied=False),
             references.qwen3_reranker, weights=dequantised),
     Variant("GGUF of a Llama", gguf_models.llama, _template_of_all,
@@ -287,49 +262,39 @@ VARIANTS = [
     _meant("prompts of a LogitScore", language_models.zerank_2, edits=(_PROMPTS,)),
     _meant("prompts beside a chat template that ends in padding",
          partial(cross_encoders.chatting, pad=_EOS, **cross_encoders.PROMPTS)),
-    *(
-        _meant(f"documents that end in padding: {kind}", partial(cross_encoders.padded_by_eos, kind=kind),
-             _ENDING, exhaustive=kind != "qwen2")
-        for kind in ("qwen2", "llama", "gpt2")
-    ),
+    *(_meant(f"documents that end in padding: {kind}", partial(cross_encoders.padded_by_eos, kind=kind),
+           _ENDING, exhaustive=kind != "qwen2")
+      for kind in ("qwen2", "llama", "gpt2")),
     _meant("documents that end in padding, read both ways",
            partial(cross_encoders.padded_by_eos, kind="qwen3"), _ENDING, edits=(settings(is_causal=False),)),
     _meant("documents that end in padding, padded", cross_encoders.padded_by_eos, _ENDING,
          options={"packing": "off"}, execution="padded", exhaustive=True),
-    *(
-        _meant(f"padding in texts: {kind}", partial(architectures.classifier, model_type=kind), _PADDED,
-             execution=execution, exhaustive=kind not in ("xlm-roberta", "mpnet"))
-        for execution, kinds in {
-            "packed": ("roberta", "xlm-roberta", "xlm-roberta-xl", "mpnet", "camembert", "data2vec-text",
-                       "xmod", "roberta-prelayernorm", "esm"),
-            "padded": ("ibert", "lilt"),
-            "one by one": ("longformer", "luke"),
-        }.items()
-        for kind in kinds
-    ),
+    *(_meant(f"padding in texts: {kind}", partial(architectures.classifier, model_type=kind), _PADDED,
+           execution=execution, exhaustive=kind not in ("xlm-roberta", "mpnet"))
+      for execution, kinds in {
+          "packed": ("roberta", "xlm-roberta", "xlm-roberta-xl", "mpnet", "camembert", "data2vec-text",
+                     "xmod", "roberta-prelayernorm", "esm"),
+          "padded": ("ibert", "lilt"),
+          "one by one": ("longformer", "luke")}.items()
+      for kind in kinds),
     _meant("padding in texts, plain torch", cross_encoders.xlm_roberta, _PADDED, options={"kernels": "torch"},
          exhaustive=True),
     _meant("padding in texts, padded", cross_encoders.xlm_roberta, _PADDED, options={"packing": "off"},
          execution="padded", exhaustive=True),
     _meant("no padding token", cross_encoders.without_pad_id, (*DOCUMENTS, f"in{_EOS}")),
-    *(
-        _meant(f"architectures {said}", cross_encoders.bert, edits=(edit,), options=options,
-             reference=by_transformers, exhaustive=said not in ("absent", "of another head"))
-        for said, edit, options in (
-            ("null", settings(architectures=None), {}),
-            ("empty", settings(architectures=[]), {}),
-            ("absent", changes.without_settings("architectures"), {"score_type": "cross-encoder"}),
-            ("a string", settings(architectures="BertForSequenceClassification"), {}),
-            ("of the base", settings(architectures=["BertModel"]), {}),
-            ("of another head", settings(architectures=["BertForMaskedLM"]), {}),
-        )
-    ),
-    *(
-        _meant(f"architectures null: {build.__name__}", build, edits=(settings(architectures=None),),
-             reference=by_transformers, exhaustive=build is not cross_encoders.qwen2)
-        for build in (cross_encoders.qwen2, cross_encoders.roberta, cross_encoders.distilbert,
-                      cross_encoders.deberta_v2, cross_encoders.modernbert)
-    ),
+    *(_meant(f"architectures {said}", cross_encoders.bert, edits=(edit,), options=options,
+           reference=by_transformers, exhaustive=said not in ("absent", "of another head"))
+      for said, edit, options in (
+          ("null", settings(architectures=None), {}),
+          ("empty", settings(architectures=[]), {}),
+          ("absent", changes.without_settings("architectures"), {"score_type": "cross-encoder"}),
+          ("a string", settings(architectures="BertForSequenceClassification"), {}),
+          ("of the base", settings(architectures=["BertModel"]), {}),
+          ("of another head", settings(architectures=["BertForMaskedLM"]), {}))),
+    *(_meant(f"architectures null: {build.__name__}", build, edits=(settings(architectures=None),),
+           reference=by_transformers, exhaustive=build is not cross_encoders.qwen2)
+      for build in (cross_encoders.qwen2, cross_encoders.roberta, cross_encoders.distilbert,
+                    cross_encoders.deberta_v2, cross_encoders.modernbert)),
     _meant("labels counted from 1", cross_encoders.bert, edits=(settings(id2label={"1": "good"}),)),
     _meant("another family's tokenizer, some tokens without an embedding", cross_encoders.bert,
          edits=(settings("tokenizer_config.json", tokenizer_class="RobertaTokenizer"),)),
@@ -337,20 +302,16 @@ VARIANTS = [
          edits=(settings(architectures=None),)),
     # Settings in files of sentence-transformers.
     # Lengths and truncation. Each setting by default of one kind.
-    *(
-        _saved(f"texts: {', '.join(said)} of {name}", build, kind, (reads(**said), *edits),
-               exhaustive=i != j)
-        for i, (name, build, kind) in enumerate([
-            ("a bi-encoder", bi_encoders.gte, SentenceTransformer),
-            ("a sparse encoder", sparse_encoders.splade, SparseEncoder),
-            ("late interaction", late_interaction.native, MultiVectorEncoder),
-        ])
-        for j, (said, edits) in enumerate([
-            ({"add_special_tokens": False}, ()),
-            ({"max_length": 20}, ()),
-            ({"truncation": False}, (settings(OF_TEXTS, max_seq_length=24),)),
-        ])
-    ),
+    *(_saved(f"texts: {', '.join(said)} of {name}", build, kind, (reads(**said), *edits),
+             exhaustive=i != j)
+      for i, (name, build, kind) in enumerate([
+          ("a bi-encoder", bi_encoders.gte, SentenceTransformer),
+          ("a sparse encoder", sparse_encoders.splade, SparseEncoder),
+          ("late interaction", late_interaction.native, MultiVectorEncoder)])
+      for j, (said, edits) in enumerate([
+          ({"add_special_tokens": False}, ()),
+          ({"max_length": 20}, ()),
+          ({"truncation": False}, (settings(OF_TEXTS, max_seq_length=24),))])),
     _saved("pairs without special tokens, transformers' activation", cross_encoders.scored_by_modules,
          CrossEncoder, (reads(add_special_tokens=False), settings(OF_ALL, activation_fn=_GELU))),
     _saved("lengths of roles, cut on the left", bi_encoders.gte,
