@@ -50,39 +50,29 @@ SCHEMES = {
     "w8a8": Scheme(_compressed("int-quantized", {"strategy": "channel"}, _DYNAMIC), (1, None)),
     "w8a16, shifted": Scheme(
         _compressed("int-quantized", {"strategy": "group", "group_size": 32, "symmetric": False}),
-        (1, 32), shifted=True,
-    ),
+        (1, 32), shifted=True),
     "w4a16": Scheme(
         _compressed("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
-        (1, 32), bits=4, packed=True,
-    ),
+        (1, 32), bits=4, packed=True),
     "w4a16, shifted": Scheme(
         _compressed("pack-quantized",
                     {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False}),
-        (1, 64), bits=4, packed=True, shifted=True,
-    ),
-    "w8a16, packed": Scheme(
-        _compressed("pack-quantized", {"strategy": "channel"}), (1, None), packed=True,
-    ),
+        (1, 64), bits=4, packed=True, shifted=True),
+    "w8a16, packed": Scheme(_compressed("pack-quantized", {"strategy": "channel"}), (1, None), packed=True),
     "float8, tensors": Scheme(
         _compressed("float-quantized", _FLOAT | {"strategy": "tensor"}, _STATIC), (None, None), floats=True,
-        more=("input_scale",),
-    ),
+        more=("input_scale",)),
     "float8, channels": Scheme(
-        _compressed("float-quantized", _FLOAT | {"strategy": "channel"}), (1, None), floats=True,
-    ),
+        _compressed("float-quantized", _FLOAT | {"strategy": "channel"}), (1, None), floats=True),
     "float8, blocks": Scheme(
         _compressed("float-quantized", _FLOAT | {"strategy": "block", "block_structure": [48, 80]}),
-        (48, 80), floats=True,
-    ),
+        (48, 80), floats=True),
     "fp8": Scheme(
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 80]},
-        (48, 80), ending="weight_scale_inv", floats=True,
-    ),
+        (48, 80), ending="weight_scale_inv", floats=True),
     "fp8, tensors": Scheme(
         {"quant_method": "fp8", "activation_scheme": "static"}, (None, None), floats=True,
-        more=("input_scale",),
-    ),
+        more=("input_scale",)),
 }  # fmt: skip
 
 

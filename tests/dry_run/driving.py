@@ -149,8 +149,7 @@ class OnGPU:
     def run(
         self, step: Step, skipped: Iterable[scorer.SkippedSequence] = (), runner: ModelRunner | None = None
     ) -> scorer.StepOutcome:
-        runner = self.runner if runner is None else runner
-        pooled: list[Pooled] = []
+        runner, pooled = runner or self.runner, list[Pooled]()
         if step.chunks:
             hidden, cursor = runner.forward(step)
             pooled = self._ask(self._pooling, Pool(hidden, cursor))
@@ -232,8 +231,7 @@ class Ids:
         return scheduler.Tokens(ids, np.zeros_like(ids), **others)
 
     def text(self, length: int, task: str | None = None, **others: Any) -> TokenSequence:
-        key = next(self.next)
-        tokens = self.tokens(length, **others)
+        key, tokens = next(self.next), self.tokens(length, **others)
         return TokenSequence.text(key, ResultSlot(0, key), self.task if task is None else task, tokens)
 
     def query(self, length: int, num_consumers: int, **others: Any) -> TokenSequence:
@@ -254,8 +252,7 @@ def whole(on: OnGPU) -> None:
     """All tasks in one step, and a step of one sequence; also with tokens that are not pooled or attended."""
     ids = Ids(on.model)
     texts = [ids.text(length, task) for task in on.model.tasks for length in LENGTHS]
-    pooled = np.array([0, 1, 5, 20])
-    on.run(step_of(*texts, ids.text(40, pooled_positions=pooled)))
+    on.run(step_of(*texts, ids.text(40, pooled_positions=np.array([0, 1, 5, 20]))))
     on.run(step_of(ids.text(12)))
     if not on.model.causal:
         on.run(step_of(ids.text(32, attended_len=9), ids.text(20)))
@@ -266,8 +263,7 @@ def cut(on: OnGPU) -> None:
     ids = Ids(on.model)
     texts = [ids.text(90, task) for task in on.model.tasks]
     for start in (0, 30, 60):
-        chunks = (Chunk(text, start, start + 30) for text in texts)
-        on.run(step_of(*chunks, ids.text(17), ids.text(3)))
+        on.run(step_of(*(Chunk(text, start, start + 30) for text in texts), ids.text(17), ids.text(3)))
     on.free(*(text.sequence_id for text in texts))
     assert on.runner.num_prefill_kv == on.pooler.num_states == 0
 
@@ -311,16 +307,13 @@ def cached(on: OnGPU) -> None:
     on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, scorer.CachedDocuments.of(found)),)))
     given = _entry(on, 5).rows.float()
     on.run(Step(0, (), (CachedBatch(0, next(ids.next), 1, scorer.CachedDocuments.of(found), given),)))
-    payload = DocumentPayload(next(ids.next), b"given", given_query=given)
-    on.run(step_of(ids.document(8, payload)))
+    on.run(step_of(ids.document(8, DocumentPayload(next(ids.next), b"given", given_query=given))))
 
 
 def windows(on: OnGPU) -> None:
     """Documents of several windows in one step and in two, explained unless tokens are merged."""
-    ids = Ids(on.model)
+    ids, parts, merged = Ids(on.model), [], on.model.token_pooling is not None
     query = ids.query(6, 4)
-    parts = []
-    merged = on.model.token_pooling is not None
     for rows in (None, None if merged else scheduler.Explained((20, 11), with_map=True)):
         of_document = scheduler.Window(len(parts) + 100, 2)
         payload = DocumentPayload(query.sequence_id, b"%d" % len(parts), window=of_document, explained=rows)
@@ -376,11 +369,8 @@ def _unattended(on: OnGPU, length: int) -> dict[str, Any]:
 
 
 def _entry(on: OnGPU, tokens: int) -> CachedEmbedding:
-    dim = on.model.tasks[on.model.score_task].dim
-    rows = torch.zeros(tokens if on.is_late else 1, dim)
-    precision: Precision = on.cache.precision
-    values, scales = rounded(rows, precision)
-    return CachedEmbedding(values, scales, tokens, False, b"entry of %d" % tokens)
+    rows = torch.zeros(tokens if on.is_late else 1, on.model.tasks[on.model.score_task].dim)
+    return CachedEmbedding(*rounded(rows, on.cache.precision), tokens, False, b"entry of %d" % tokens)
 
 
 # Costs: what a plain step of a model takes, and the table of all models' that the tests hold: `held.txt`
@@ -391,14 +381,10 @@ HELD = Path(__file__).with_name("held.txt")
 # and token pooling, which forms clusters on the host.
 MAY_WAIT = {"SGPT", "native multi-vector, token pooling", "LFM2-ColBERT"}
 # The same of passes over pictures: towers of Qwen-VL and of Idefics3.
-TOWERS_WAIT = {
-    "colqwen2", "colqwen2_5", "colqwen3", "qwen3_vl_embedding", "colmodernvbert", "colsmol",
-}  # fmt: skip
+TOWERS_WAIT = {"colqwen2", "colqwen2_5", "colqwen3", "qwen3_vl_embedding", "colmodernvbert", "colsmol"}
 # One of each way to run: by attention that is absolute, relative, biased, windowed or causal, by
 # convolutions, by an encoder beside a decoder, padded, listwise, with pictures. `make test-all` drives all.
-ONE_OF_EACH = {
-    "ColBERT", "ModernBERT", "Qwen3-Reranker", "jina-reranker-v3", "colpali",
-}  # fmt: skip
+ONE_OF_EACH = {"ColBERT", "ModernBERT", "Qwen3-Reranker", "jina-reranker-v3", "colpali"}
 
 
 @dataclass(frozen=True)
@@ -478,8 +464,7 @@ def measure_all(folder: Path) -> dict[str, StepCost]:
 
 def table_of(costs: dict[str, StepCost]) -> str:
     """A line a model, its name last."""
-    names = [each.name for each in fields(StepCost)]
-    rows = ["  ".join(names)]
+    rows = ["  ".join(names := [each.name for each in fields(StepCost)])]
     for name, cost in costs.items():
         numbers = (str(number).rjust(len(x)) for number, x in zip(astuple(cost), names, strict=True))
         rows.append("  ".join([*numbers, name]))

@@ -315,9 +315,7 @@ def _new(made: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _described(tensor: torch.Tensor | None = None) -> str:
-    if tensor is None:
-        return "nothing"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return "nothing" if tensor is None else f"{str(tensor.dtype)[len('torch.') :]} {list(tensor.shape)}"
 
 
 # An H100.
@@ -339,11 +337,6 @@ def _specialized(parameter: Any, given: Any) -> Any:
     if parameter.is_constexpr:
         return given
     return isinstance(given, float) or parameter.do_not_specialize or (given == 1, given % 16 == 0)
-
-
-def _event(**options: Any) -> Any:
-    """A moment that the host must not wait for before the step is over."""
-    return SimpleNamespace(record=lambda stream=None: None)
 
 
 @contextmanager
@@ -368,7 +361,8 @@ def fake_gpu() -> Iterator[FakeGPU]:
         for owner, name, stand_in in (
             (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
             (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
-            (torch.cuda, "Event", _event),
+            # A moment that the host must not wait for before the step is over.
+            (torch.cuda, "Event", lambda **options: SimpleNamespace(record=lambda stream=None: None)),
             (torch.cuda, "current_stream", lambda device=None: None),
             (fused_head, "find_mismatch", lambda *given: None),
             (JITFunction, "run", run),

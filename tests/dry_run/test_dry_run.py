@@ -119,10 +119,8 @@ def test_what_a_gpu_would_not_do_fails_here(gpu: FakeGPU) -> None:
     there = torch.zeros(2, device=GPU)
     faults: dict[type[Exception], list[Callable[[], object]]] = {
         HostWaits: [
-            lambda: torch.tensor([1, 2]).to(GPU, non_blocking=True),
+            *(lambda: torch.tensor([1, 2]).to(GPU, non_blocking=True), there.tolist, there.nonzero),
             lambda: torch.tensor([1, 2]).pin_memory().to(GPU),
-            lambda: there.tolist(),
-            lambda: there.nonzero(),
         ],
         MixedDevices: [lambda: there + torch.zeros(2), lambda: there[torch.tensor([0, 1])]],
         NotCapturable: [lambda: gpu.capture(lambda: there + torch.zeros(2).pin_memory().to(GPU))],  # type: ignore[arg-type, return-value]

@@ -175,14 +175,12 @@ VARIANTS = [
     *(Variant(f"compressed by {ratio} behind {layers}, {cutoff} layers", retrained.bge_gemma2,
               partial(plain_models.bge_gemma2, layer=cutoff, ratio=ratio, compressed=layers),
               {"cutoff_layer": cutoff, "compress_ratio": ratio,
-               "compress_layers": ",".join(map(str, layers))},
-              execution="padded", exhaustive=i != 1)
+               "compress_layers": ",".join(map(str, layers))}, execution="padded", exhaustive=i != 1)
       for i, (ratio, layers, cutoff) in enumerate([
           (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
           (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3)])),
     *(Variant(f"a Llama that pools by {pooling}, with a sigmoid", retrained.nemotron_rerank, _sigmoids,
-              edits=(settings(pooling=pooling,
-                              sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),),
+              edits=(settings(pooling=pooling, sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),),
               exhaustive=pooling == "last")
       for pooling in ("cls", "last")),
     *(Variant(f"a {kind} that reads both ways by its {said}",
@@ -193,10 +191,8 @@ VARIANTS = [
           *(("qwen3", said) for said in ("is_causal", "field", "class", "code"))]),
     Variant("LFM2 that attends to the expansion", retrained.lfm2_colbert,
             partial(plain_models.maxsims, model=plain_models.Lfm2Colbert),
-            edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),),
-            exhaustive=True),
-    *(Variant(f"DeBERTa: {name}",
-              partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
+            edits=(settings(OF_ALL, attend_to_expansion_tokens=True),), exhaustive=True),
+    *(Variant(f"DeBERTa: {name}", partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
               references.cross_encoder, {"kernels": kernels}, exhaustive=kernels == "torch")
       for name, changes in {
           "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
@@ -285,8 +281,7 @@ VARIANTS = [
     *(_meant(f"architectures {said}", cross_encoders.bert, edits=(edit,), options=options,
            reference=by_transformers, exhaustive=said not in ("absent", "of another head"))
       for said, edit, options in (
-          ("null", settings(architectures=None), {}),
-          ("empty", settings(architectures=[]), {}),
+          ("null", settings(architectures=None), {}), ("empty", settings(architectures=[]), {}),
           ("absent", changes.without_settings("architectures"), {"score_type": "cross-encoder"}),
           ("a string", settings(architectures="BertForSequenceClassification"), {}),
           ("of the base", settings(architectures=["BertModel"]), {}),
@@ -302,15 +297,13 @@ VARIANTS = [
          edits=(settings(architectures=None),)),
     # Settings in files of sentence-transformers.
     # Lengths and truncation. Each setting by default of one kind.
-    *(_saved(f"texts: {', '.join(said)} of {name}", build, kind, (reads(**said), *edits),
-             exhaustive=i != j)
+    *(_saved(f"texts: {', '.join(said)} of {name}", build, kind, (reads(**said), *edits), exhaustive=i != j)
       for i, (name, build, kind) in enumerate([
           ("a bi-encoder", bi_encoders.gte, SentenceTransformer),
           ("a sparse encoder", sparse_encoders.splade, SparseEncoder),
           ("late interaction", late_interaction.native, MultiVectorEncoder)])
       for j, (said, edits) in enumerate([
-          ({"add_special_tokens": False}, ()),
-          ({"max_length": 20}, ()),
+          ({"add_special_tokens": False}, ()), ({"max_length": 20}, ()),
           ({"truncation": False}, (settings(OF_TEXTS, max_seq_length=24),))])),
     _saved("pairs without special tokens, transformers' activation", cross_encoders.scored_by_modules,
          CrossEncoder, (reads(add_special_tokens=False), settings(OF_ALL, activation_fn=_GELU))),
