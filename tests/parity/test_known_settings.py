@@ -55,9 +55,9 @@ def _named_in(function: Any, *variables: str) -> set[str]:
         match node:
             case ast.Subscript(of, ast.Constant(str(key))):
                 pass
-            case ast.Call(
-                ast.Attribute(of, "get" | "pop" | "setdefault"), [ast.Constant(str(key)), *_]
-            ) | ast.Compare(ast.Constant(str(key)), [ast.In() | ast.NotIn()], [of]):
+            case ast.Call(ast.Attribute(of, "get" | "pop" | "setdefault"), [ast.Constant(str(key)), *_]):
+                pass
+            case ast.Compare(ast.Constant(str(key)), [ast.In() | ast.NotIn()], [of]):
                 pass
             case _:
                 continue
@@ -93,15 +93,9 @@ def _keys_of_module(kind: type[Module]) -> set[str]:
 
 
 def _written_by(function: Any) -> set[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    found = {
-        key.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if isinstance(key, ast.Constant)
-    }
-    return found | _named_in(function, "config")
+    tree = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    keys = [key for node in tree if isinstance(node, ast.Dict) for key in node.keys]
+    return {key.value for key in keys if isinstance(key, ast.Constant)} | _named_in(function, "config")
 
 
 @cache
@@ -115,27 +109,21 @@ def _of_files() -> Mapping[str, set[str]]:
     of_texts = {*Transformer.config_keys} | _parameters(inspect.unwrap(Transformer.__init__))
     old = re.findall(r'"(\w+_args)": "\w+_kwargs"', inspect.getsource(Transformer._load_init_kwargs))
     of_tokenizers = set(PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES)
+    base, fast = PreTrainedTokenizerBase, TokenizersBackend
     for function in (
-        PreTrainedTokenizerBase.__init__,
-        PreTrainedTokenizerBase._from_pretrained,
-        PreTrainedTokenizerBase.save_pretrained,
-        TokenizersBackend.__init__,
-        TokenizersBackend.convert_to_native_format,
+        *(base.__init__, base._from_pretrained, base.save_pretrained),
+        *(fast.__init__, fast.convert_to_native_format),
     ):
         read = inspect.unwrap(getattr(function, "__func__", function))
         of_tokenizers |= _named_in(read, "kwargs", "init_kwargs", "local_kwargs", "tokenizer_config")
     for kind in _tokenizers():
-        of_tokenizers |= _parameters(inspect.unwrap(kind.__init__)) | _named_in(
-            inspect.unwrap(kind.__init__), "kwargs"
-        )
+        init = inspect.unwrap(kind.__init__)
+        of_tokenizers |= _parameters(init) | _named_in(init, "kwargs")
     return {
         _OF_ALL: (of_all | {*stash}) - {"transformers", "sentence_transformers", "pytorch"},  # versions
         _OF_TEXTS: (of_texts | {*old}) - {"model_name_or_path"},
         _TOKENIZER: {key for key in of_tokenizers if not key.startswith("_")} - _HANDED_OVER,
-        "special_tokens_map.json": {
-            *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
-            "extra_special_tokens",
-        },
+        "special_tokens_map.json": {*base.SPECIAL_TOKENS_ATTRIBUTES, "extra_special_tokens"},
         "artifact.metadata": _named_in(MultiVectorEncoder._maybe_load_stanford_metadata, "metadata"),
     }
 
@@ -164,9 +152,8 @@ def _tokenizers() -> Iterator[type[Any]]:
 def _keys_of_configs() -> set[str]:
     """The keys of config.json that transformers reads whatever the type of model."""
     fields = {each.name for each in dataclasses.fields(PreTrainedConfig)}
-    popped = _named_in(PreTrainedConfig.__post_init__, "kwargs") | _named_in(
-        inspect.unwrap(PreTrainedConfig.from_dict.__func__), "kwargs", "config_dict"
-    )
+    read = inspect.unwrap(PreTrainedConfig.from_dict.__func__)
+    popped = _named_in(PreTrainedConfig.__post_init__, "kwargs") | _named_in(read, "kwargs", "config_dict")
     return (fields | popped | {*GenerationConfig._get_default_generation_params()}) - {"return_unused_kwargs"}
 
 
@@ -183,9 +170,8 @@ def test_every_key_that_the_libraries_read_is_known() -> None:
     unknown["modules.json"] = legacy | _unknown(entries, ENTRIES)
     unknown["config.json"] = _unknown(_keys_of_configs(), COMMON)
     for name in ("bert", "roberta", "xlm-roberta"):
-        unknown[name] = _unknown(
-            declared_keys(CONFIG_MAPPING[name]).applied, COMMON | known_settings.ENCODERS
-        )
+        applied = declared_keys(CONFIG_MAPPING[name]).applied
+        unknown[name] = _unknown(applied, COMMON | known_settings.ENCODERS)
     assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
@@ -199,8 +185,7 @@ def test_keys_that_models_ask_for_are_known() -> None:
     unknown = {}
     for kind in _PROVEN:
         config = CONFIG_MAPPING[kind]
-        room = config.__module__.replace("configuration_", "modeling_")
-        source = inspect.getsource(import_module(room))
+        source = inspect.getsource(import_module(config.__module__.replace("configuration_", "modeling_")))
         asked = {*re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)}
         asked |= _named_in(inspect.unwrap(config.__post_init__), "kwargs")
         known = COMMON | known_settings.UNDECLARED | declared_keys(config)
@@ -225,10 +210,9 @@ def test_no_key_of_a_family_is_unknown(family: Family, checkpoints: SharedCheckp
 
 
 def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
-    odd = {"new_norm": 1, "scale_logits": True}
     path = changed(
         bi_encoders.gte,
-        settings(**odd),
+        settings(new_norm=1, scale_logits=True),
         settings(_OF_ALL, whitening=True, query_expansion={"strategy": "min", "length": 4, "tail": 1}),
         settings("sentence_bert_config.json", max_seq_length=5000),
     )
@@ -393,9 +377,7 @@ class Walk:
     """Copies of a checkpoint, each with one key changed, scored here and by the reference."""
 
     def __init__(self, base: Base, checkpoints: SharedCheckpoints, folder: Path) -> None:
-        self._base = base
-        self._folder = folder / "copy"
-        self._source = folder / "source"
+        self._base, self._folder, self._source = base, folder / "copy", folder / "source"
         shutil.copytree(checkpoints(base.build), self._source, symlinks=False)
         for edit in base.edits:
             edit(self._source)
@@ -438,14 +420,11 @@ class Walk:
         said = json.loads((self._source / file).read_text())
         present = said[0].get(key) if isinstance(said, list) else said.get(key)
         for value in _others(key, present):
-            folder = self._changed(file, key, value)
-            yield value, self._outcome(folder, key, known.use_of(key))
+            yield value, self._outcome(self._changed(file, key, value), key, known.use_of(key))
 
     def _changed(self, file: str, key: str, value: Any) -> Path:
         shutil.rmtree(self._folder, ignore_errors=True)
-        link = lambda source, target: (  # noqa: E731
-            os.link if source.endswith(".safetensors") else shutil.copy2
-        )(source, target)
+        link = lambda path, to: (os.link if path.endswith(".safetensors") else shutil.copy2)(path, to)  # noqa: E731
         shutil.copytree(self._source, self._folder, copy_function=link)
         said = json.loads((self._folder / file).read_text())
         if isinstance(said, list):
@@ -522,10 +501,8 @@ def test_some_keys_do_what_they_do_in_libraries(checkpoints: SharedCheckpoints, 
     known = {(file, key): each for file, key, each in walk.rows() if (file, key) in _FEW}
     found = [outcome for (file, key), each in known.items() for _, outcome in walk.outcomes(file, key, each)]
     assert Counter(found) == {
-        Outcome("applied", changes=True): 2,
-        Outcome("irrelevant", changes=False): 1,
-        Outcome("refused", changes=False): 2,
-    }
+        Outcome("applied", True): 2, Outcome("irrelevant", False): 1, Outcome("refused", False): 2,
+    }  # fmt: skip
 
 
 @pytest.mark.exhaustive

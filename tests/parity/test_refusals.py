@@ -297,11 +297,10 @@ _ADAPTERS: list[Case] = [
           (settings(_LORA, r=8), "its rank is 8; its matrices have another"),
           (settings(_LORA, rank_pattern={"(": 3}), "has patterns that cannot be read"),
           (settings(_LORA, base_model_name_or_path="/nowhere"), "the base '/nowhere' of the adapter"),
-          *[
-              (settings(_LORA, **{name: value}), f"sets {name}, with which it cannot be added here")
-              for name, value in {
-                  "target_parameters": ["w"], "lora_bias": True, "alora_invocation_tokens": [1],
-                  "layer_replication": [[0, 2]], "init_lora_weights": "pissa", "bias": "some"}.items()],
+          *[(settings(_LORA, **{name: value}), f"sets {name}, with which it cannot be added here")
+            for name, value in {
+                "target_parameters": ["w"], "lora_bias": True, "alora_invocation_tokens": [1],
+                "layer_replication": [[0, 2]], "init_lora_weights": "pissa", "bias": "some"}.items()],
           (written(_LORA, "{"), "adapter_config.json of .* is not JSON"),
           (removed(_MATRICES), "has no adapter_model.safetensors"),
           (tensors(dict.clear, _MATRICES), "lacks matrices: it has none"),
@@ -647,9 +646,8 @@ def test_two_sparse_are_refused(splade: str, changed: Changed, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("build", "edit", "options", "message"),
     [
-        *(
-            (build, None, {"dtype": "float16"}, r"leave the range of float16.*use bfloat16 or float32")
-            for build in (t5.monot5, bi_encoders.embeddinggemma)),
+        *((build, None, {"dtype": "float16"}, r"leave the range of float16.*use bfloat16 or float32")
+          for build in (t5.monot5, bi_encoders.embeddinggemma)),
         (sparse_encoders.splade, None, {"cache_precision": "int8"}, "would round the ids of words"),
         (cross_encoders.qwen3_in_chat, written("chat_template.jinja", "{{ messages[0].content }}"), {},
          "does not read a pair: .*'document' content does not reach .*; check its configuration$"),
@@ -702,12 +700,10 @@ def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pyt
 
 # Checkpoints with code of their own: their tensor beside its names in transformers, which messages may use.
 _RENAMED = {
-    "encoder.layers.1.norm1.bias": (
-        "layers.1.post_attention_layernorm.bias",
-        "layer.1.attention.output.LayerNorm.bias",
-    ),
+    "encoder.layers.1.norm1.bias": ("layers.1.post_attention_layernorm.bias",
+                                    "layer.1.attention.output.LayerNorm.bias"),
     "encoder.layer.1.attention.o_proj.bias": ("layers.1.self_attn.o_proj.bias",),
-}
+}  # fmt: skip
 
 DAMAGES = {
     "renamed": changes.renamed, "missing": changes.dropped, "of another shape": changes.with_another_row,

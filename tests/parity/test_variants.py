@@ -97,10 +97,8 @@ def by_transformers(path: str, queries: list[str], documents: list[str]) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.inference_mode():
-        logits = [
-            model(**tokenizer(query, document, return_tensors="pt")).logits[0, 0]
-            for query, document in zip(queries, documents, strict=True)
-        ]
+        pairs = zip(queries, documents, strict=True)
+        logits = [model(**tokenizer(*each, return_tensors="pt")).logits[0, 0] for each in pairs]
     return references.sigmoid(torch.stack(logits).numpy())
 
 
@@ -381,10 +379,8 @@ async def test_a_base_without_a_classifier_becomes_one(
 ) -> None:
     path = checkpoints(partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"]))
     adapters.without_classifier(Path(path), tmp_path / "adapter", tmp_path / "base")
-    ours, merged = [
-        await engines.scores(EngineConfig(model=each, dtype="float32"), pairs[:6])
-        for each in (str(tmp_path / "adapter"), _merged(path))
-    ]
+    paths = str(tmp_path / "adapter"), _merged(path)
+    ours, merged = [await engines.scores(EngineConfig(model=x, dtype="float32"), pairs[:6]) for x in paths]
     np.testing.assert_allclose(ours, merged, atol=1e-5)
 
 
@@ -413,9 +409,8 @@ async def test_convolutions_may_be_padded(changed: Changed, engines: Engines, pa
 async def test_equal_scores_are_ranked_by_their_logits(changed: Changed) -> None:
     path = changed(cross_encoders.bert, added("classifier.bias", torch.tensor([40.0])))
     documents = DOCUMENTS[::-1]
-    logits = references.loaded(CrossEncoder, path).predict(
-        [(QUERY, document) for document in documents], activation_fn=torch.nn.Identity()
-    )
+    asked = [(QUERY, document) for document in documents]
+    logits = references.loaded(CrossEncoder, path).predict(asked, activation_fn=torch.nn.Identity())
     best = np.argsort(-logits).tolist()
     assert best != [0, 1, 2]
     body = {"query": QUERY, "documents": [*documents], "top_n": 2}

@@ -320,7 +320,7 @@ def by_tanh(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("product", [by_tanh, parts.joined_gelu])
-def test_gelu_is_part_of_the_product_where_that_is_right_and_fast(product: Any, caplog: Any) -> None:
+def test_gelu_is_part_of_the_product_where_that_is_right(product: Any, caplog: Any) -> None:
     plain, x = intermediate(), torch.randn(1, 9, 64).bfloat16()
     expected = plain(x)
     with joining(product, 0.2, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
