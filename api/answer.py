@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from maxsimd.api import wire
 from maxsimd.api.logs import printable
@@ -28,6 +28,7 @@ from maxsimd.engine import (
     RequestFailedError,
     RequestTimeoutError,
     RequestTooLargeError,
+    UnknownDocumentsError,
     Usage,
 )
 from maxsimd.engine.requests import Timings
@@ -176,8 +177,10 @@ class ApiError(Exception):
         retry_after: float | None = None,
         kind: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
+        unknown_digests: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
+        self.unknown_digests = unknown_digests
         self.status, self.param, self.kind = status, param, kind or _KINDS.get(status, _BAD_REQUEST)
         waits = {} if retry_after is None else {"Retry-After": str(math.ceil(retry_after))}
         self.headers = {**waits, **headers}
@@ -197,6 +200,9 @@ def as_api_error(error: Exception) -> ApiError:
         case QueueFullError():
             kind = "RateLimitError" if error.reason == "rate" else None
             return ApiError(429, in_flags(str(error)), retry_after=error.retry_after, kind=kind)
+        case UnknownDocumentsError():
+            kind = type(error).__name__
+            return ApiError(409, str(error), "documents", kind=kind, unknown_digests=error.digests)
         case RequestTooLargeError():
             return ApiError(413, in_flags(str(error)))
         case RequestTimeoutError():
@@ -216,7 +222,8 @@ def as_api_error(error: Exception) -> ApiError:
 def error_answer(error: ApiError) -> Answer:
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
     message = printable(str(error), _LONGEST_MESSAGE)
-    body = ErrorResponse(ErrorBody(message, error.kind, param, error.status), message)
+    unknown = [*error.unknown_digests] or UNSET
+    body = ErrorResponse(ErrorBody(message, error.kind, param, error.status, unknown), message)
     reason = error.kind if param is None else f"{error.kind}:{param}"
     headers = {"Content-Type": "application/json", **error.headers}
     return Answer(error.status, headers, msgspec.json.encode(body), reason=reason)

@@ -200,6 +200,10 @@ class ApiKeys:
         """Whether an Authorization header, whose key was accepted, has an admin's key."""
         return bool(_matching(authorization, self._table.admins))
 
+    def is_mistakable(self, tenant: str) -> bool:
+        """Whether a tenant has a number, which another one may get when the keys are numbered again."""
+        return len({*self._owners.values()}) > 1 and tenant in self._anonymous.values()
+
     @property
     def has_admins(self) -> bool:
         return bool(self._table.admins)

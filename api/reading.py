@@ -5,6 +5,7 @@ Pictures come as vLLM's and OpenAI's parts, Jina's objects, Voyage's and Cohere'
 always a text, whatever it looks like.
 """
 
+import base64
 import binascii
 import difflib
 import functools
@@ -12,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -20,7 +21,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import msgspec
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from maxsimd.api.answer import ApiError
 from maxsimd.api.logs import printable
@@ -32,13 +33,12 @@ from maxsimd.api.wire import (
     Direction,
     LongDocuments,
     RequestBody,
-    Scoring,
     Warnings,
 )
 from maxsimd.engine import InvalidRequestError, Truncation, Vectors
 from maxsimd.engine.media import AnyPicture, EncodedPicture, Part, PictureUrl
 from maxsimd.engine.media import Content as PictureContent
-from maxsimd.engine.requests import Item, OptionNames, are_texts
+from maxsimd.engine.requests import DocumentDigest, Item, OptionNames, are_texts
 from maxsimd.engine.workers import yield_to_smaller
 
 # Texts and pictures, or each text's token ids.
@@ -64,6 +64,7 @@ PICTURE_URL = ("url", "detail")
 _OF_TEXT, _OF_CONTENT = ("text", "type", "id"), ("content", "type", "id", "role")
 _OF_PICTURE = ("text", *_OF_CONTENT, *_PICTURES, *_OTHER_NAMES)
 _OF_VECTORS = ("embedding", "dtype", "shape", "scales", "id")
+_OF_DIGEST = ("digest", "id")
 _OF_SENTENCES = ("source_sentence", "sentences")
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -71,6 +72,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 # multiple of base64's four characters.
 _PART = 1 << 18
 _LONGEST_SHOWN = 60
+# Fields that come before a digest, and its characters.
+_BEFORE_DIGESTS = frozenset({"text", "content", "embedding", *_MEDIA_NAMES})
+_HEXADECIMAL, _BASE64 = 64, 43
 
 
 @dataclass
@@ -114,16 +118,44 @@ def as_items(contents: Contents, param: str, rank_fields: list[str] | None = Non
     ranked = RankFields({name: i for i, name in enumerate(dict.fromkeys(rank_fields or ()))})
     return [
         _record_text(content, ranked, where)
-        if rank_fields and isinstance(content, dict)
+        if rank_fields and isinstance(content, dict) and not _is_digest(content)
         else as_item(content, where, param)
         for where, content in _named(contents, param)
     ]
 
 
 def as_item(content: Content, where: str, param: str) -> Item:
-    """Reads a content as a text, an embedding or pictures."""
-    return (
-        vectors_of(content, where, param) if is_vectors(content) else _text_or_pictures(content, where, param)
+    """Reads a content as a text, an embedding, a digest or pictures."""
+    if is_vectors(content):
+        return vectors_of(content, where, param)
+    if _is_digest(content):
+        return _digest_of(content, where, param)
+    return _text_or_pictures(content, where, param)
+
+
+def id_of(content: Any) -> str | int | UnsetType:
+    """The id that a client has given an object."""
+    id = content.get("id") if isinstance(content, dict) else None
+    return id if isinstance(id, str | int) and not isinstance(id, bool) else UNSET
+
+
+def _is_digest(content: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a content is an object with a digest and nothing that would come first."""
+    return isinstance(content, dict) and "digest" in content and content.keys().isdisjoint(_BEFORE_DIGESTS)
+
+
+def _digest_of(content: dict[str, Any], where: str, param: str) -> DocumentDigest:
+    """The digest of {"digest": ...}, in hexadecimal or in base64 for URLs."""
+    given = content["digest"]
+    with suppress(ValueError):  # also of base64
+        if isinstance(given, str) and len(given) == _HEXADECIMAL:
+            return DocumentDigest(bytes.fromhex(given))
+        if isinstance(given, str) and len(given.rstrip("=")) == _BASE64:
+            return DocumentDigest(base64.b64decode(given.rstrip("=") + "=", b"-_", validate=True))
+    raise InvalidRequestError(
+        f"{where} has no digest: it must be a SHA-256, of {_HEXADECIMAL} hexadecimal digits or {_BASE64} "
+        "characters of base64 for URLs",
+        param,
     )
 
 
@@ -237,7 +269,7 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
     refuse = long_documents == "error" and (request.long_documents is not None or cut is False)
     if tokens is None and long_documents != "error":
         tokens = -1
-    is_scoring = isinstance(request, Scoring)
+    is_scoring = hasattr(request, "window_overlap")
     if request.long_documents == "window" and not is_scoring:
         raise InvalidRequestError(
             "long_documents window is only for documents that are scored; use truncate or error",
@@ -364,9 +396,12 @@ def _is_token(item: Any) -> bool:
 
 
 def known_names(content: dict[str, Any]) -> tuple[str, ...]:
-    """The fields that are read of an object with a text, pictures, an embedding, or sentences to compare."""
+    """The fields that are read of an object with a text, pictures, an embedding, a digest, or sentences to
+    compare."""
     if is_vectors(content):
         return _OF_VECTORS
+    if _is_digest(content):
+        return _OF_DIGEST
     if has_pictures(content):
         return _OF_PICTURE
     if "text" in content:

@@ -355,6 +355,15 @@ class ServerState:
     def tenant(self) -> str:
         return self._notes.tenant
 
+    def check_owner_of_digests(self) -> None:
+        """Refuses documents by digest for a key that may be taken for another one after a restart."""
+        if self.engine.config.cache_dir is not None and self.keys.is_mistakable(self.tenant):
+            raise InvalidRequestError(
+                "documents by digest are kept over restarts for each tenant apart, and this key has no name; "
+                "add name=... to it in --api-key-file, or give texts",
+                "documents",
+            )
+
     @property
     def model_name(self) -> str:
         return self.model_names[0]

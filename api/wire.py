@@ -3,6 +3,7 @@
 msgspec checks each field. Fields that a type lacks are dropped, and `reading` reports them.
 """
 
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -53,7 +54,8 @@ Query = Annotated[Content, about("Text, or an object with a text, pictures or an
 Documents = Annotated[
     Contents,
     about(
-        "Texts, or objects with a text, pictures or an embedding of at most `max_vectors` vectors.",
+        "Texts, or objects with a text, pictures, an embedding of at most `max_vectors` vectors, or the "
+        "`digest` of a document that was added.",
         DOCUMENTS,
     ),
 ]
@@ -260,6 +262,9 @@ class Warned(msgspec.Struct, kw_only=True):
 
 
 _MESSAGE = "timeout: expected `float` > 0.0"
+_DIGEST = sha256(DOCUMENTS[1].encode()).hexdigest()
+Digest = Annotated[str, about("SHA-256 of a document's text, in hexadecimal.", _DIGEST)]
+DocumentId = Annotated[str | int, about("The document's `id`, if the request gives it one.", "doc-2")]
 
 
 class ErrorBody(msgspec.Struct):
@@ -267,6 +272,9 @@ class ErrorBody(msgspec.Struct):
     type: Annotated[str, about("Kind of error.", "BadRequestError")]
     param: Annotated[str | None, about("The field that is wrong; null if none is.", "timeout")]
     code: Annotated[int, about("Status of the answer.", 400)]
+    unknown_digests: Annotated[
+        list[str] | UnsetType, about("With status 409: the documents to send, by their digests.", [_DIGEST])
+    ] = UNSET
 
 
 class ErrorResponse(msgspec.Struct):

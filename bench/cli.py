@@ -399,6 +399,14 @@ def bench_vectors() -> None:
     """Score documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
 
 
+@_benchmark("digests", "servers.measure_digests")
+@_model
+@_number("--documents", 1000, "Documents in the request")
+@_rounds(9)
+def bench_digests() -> None:
+    """Rank cached documents named by their digests, beside the same texts, over HTTP."""
+
+
 @_benchmark("files", "servers.measure_files")
 @_number("--documents", 10_000, "Lines of the file")
 @_rounds(3)

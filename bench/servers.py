@@ -44,7 +44,7 @@ from maxsimd.bench.load import (
 from maxsimd.bench.methods import PEER, maxsim_cpu
 from maxsimd.bench.report import Figures
 from maxsimd.bench.turns import medians, take_turns
-from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine import DocumentDigest, Engine, EngineConfig
 
 Array = NDArray[Any]
 _HEADERS = {"Content-Type": "application/json"}
@@ -455,6 +455,32 @@ def _vectors_body(query: Array, documents: list[Array]) -> bytes:
     return msgspec.json.encode(
         {"queries": sent(query.astype(np.float16)), "documents": [*map(sent, documents)]}
     )
+
+
+async def measure_digests(model: str | None, documents: int, rounds: int) -> Figures:
+    """Cached documents sent as texts and named by their digests, over HTTP: bytes of the body, and medians of
+    `rounds` turns."""
+    texts = numbered_documents(documents)
+    sent = {"texts": texts, "digests": [{"digest": str(DocumentDigest.of(text))} for text in texts]}
+    bodies = {name: msgspec.json.encode({"queries": QUERY, "documents": each}) for name, each in sent.items()}
+    options = ("--cache-mb", "2048", "--limit", "document_store_mb=256")
+    with tempfile.TemporaryDirectory() as folder:
+        async with maxsimd("maxsimd", *options).run(model, Path(folder, "log")) as running:
+            added = msgspec.json.encode({"documents": texts})
+            async with running.session.post("/documents", data=added, headers=_HEADERS) as response:
+                response.raise_for_status()
+                assert all(each["kept"] for each in (await response.json())["data"])
+            await _posted(running.session, bodies["texts"])  # a cross-encoder caches scores by this
+            ways = {name: partial(_posted, running.session, body) for name, body in bodies.items()}
+            turns = await take_turns(ways, rounds)
+    figures: Figures = {"documents": documents}
+    for name, body in bodies.items():
+        figures |= {f"{name}_bytes": len(body), f"{name}_ms": turns.median_ms(name, 2)}
+    scores = [scores for results in turns.results.values() for scores in results]
+    return figures | {
+        "texts_over_digests": turns.ratio("texts", "digests"),
+        "largest_difference_of_scores": max(float(np.abs(scores[0] - each).max()) for each in scores),
+    }
 
 
 def _unit(rows: Array) -> Array:

@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from maxsimd.engine.errors import RequestFailedError as RequestFailedError
     from maxsimd.engine.errors import RequestTimeoutError as RequestTimeoutError
     from maxsimd.engine.errors import RequestTooLargeError as RequestTooLargeError
+    from maxsimd.engine.errors import UnknownDocumentsError as UnknownDocumentsError
     from maxsimd.engine.errors import UnknownModelError as UnknownModelError
     from maxsimd.engine.media import Content as Content
     from maxsimd.engine.media import Picture as Picture
     from maxsimd.engine.media import PictureFile as PictureFile
     from maxsimd.engine.requests import CUT_LONG as CUT_LONG
     from maxsimd.engine.requests import WINDOW_LONG as WINDOW_LONG
+    from maxsimd.engine.requests import AddedDocuments as AddedDocuments
     from maxsimd.engine.requests import ClassifyResult as ClassifyResult
+    from maxsimd.engine.requests import DocumentDigest as DocumentDigest
     from maxsimd.engine.requests import EmbedResult as EmbedResult
     from maxsimd.engine.requests import Progress as Progress
     from maxsimd.engine.requests import RankedDocument as RankedDocument
@@ -53,10 +56,11 @@ _NAMES = {
     "engine.engine": "Engine",
     "engine.errors": "EngineDeadError EngineNotReadyError EngineRunningError InvalidRequestError "
     "MaxsimdError ModelDroppedError ModelFailedError ModelLoadError QueueFullError RequestFailedError "
-    "RequestTimeoutError RequestTooLargeError UnknownModelError",
+    "RequestTimeoutError RequestTooLargeError UnknownDocumentsError UnknownModelError",
     "engine.media": "Content Picture PictureFile",
-    "engine.requests": "CUT_LONG WINDOW_LONG ClassifyResult EmbedResult Progress RankedDocument RerankResult "
-    "ScoreResult SparseEmbedResult SparseVector TokenEmbedResult TokenizedText Truncation Usage",
+    "engine.requests": "CUT_LONG WINDOW_LONG AddedDocuments ClassifyResult DocumentDigest EmbedResult "
+    "Progress RankedDocument RerankResult ScoreResult SparseEmbedResult SparseVector TokenEmbedResult "
+    "TokenizedText Truncation Usage",
     "engine.several.cascade": "CascadeDocument CascadeResult Stage StageResult",
     "engine.several.engines": "Engines",
     "engine.sync": "SyncEngine",

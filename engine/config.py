@@ -33,7 +33,7 @@ class ScoreType(Enum):
 # The numbers that options take. `compress_ratio` is as in FlagEmbedding.
 _CHOICES = {"steps_in_flight": (1, 2), "compress_ratio": (1, 2, 4, 8)}
 # Other numbers are at least 1, but these may be 0.
-_FROM_ZERO = {"max_queued_tokens", "window_overlap", "cache_mb", "device_cache_mb"}
+_FROM_ZERO = {"max_queued_tokens", "window_overlap", "cache_mb", "device_cache_mb", "document_store_mb"}
 # Groups of options, with their titles on help pages.
 GROUPS = {
     "model": "Model",
@@ -285,6 +285,11 @@ class EngineConfig:
         "Precision of cached embeddings: auto (the model's), float32, bfloat16 or int8",
         group="cache",
         metavar="TYPE",
+    )
+    document_store_mb: int = option(
+        0,
+        "Texts kept for requests that name documents by digests, in MiB for each tenant; 0 for none",
+        within="limit",
     )
     cache_by_tenant: bool = option(
         False, "Keep the cached entries of tenants apart; each API key then needs a name", group="cache"

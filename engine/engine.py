@@ -26,6 +26,7 @@ from maxsimd.engine.errors import (
     InvalidRequestError,
     ModelLoadError,
     RequestTimeoutError,
+    UnknownDocumentsError,
 )
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import Content, OpenImage, PictureFile
@@ -42,11 +43,13 @@ from maxsimd.engine.processors.embedding import (
 from maxsimd.engine.processors.processor import Plan, ScorePlan, ScoreProcessor, UnscoredPlan
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, chat_text
 from maxsimd.engine.requests import (
+    AddedDocuments,
     CacheMode,
     ClassifyResult,
     EmbedRequest,
     EmbedResult,
     InputType,
+    Item,
     LongInputPolicy,
     OnError,
     OnTimeout,
@@ -61,8 +64,10 @@ from maxsimd.engine.requests import (
     ScoreRequest,
     ScoreResult,
     SparseEmbedResult,
+    Timings,
     TokenEmbedResult,
     TokenizedText,
+    Usage,
     Value,
     Values,
     as_inputs,
@@ -86,6 +91,8 @@ from maxsimd.pooling.query_rows import QueryRows
 _SECONDS_BETWEEN_LOOKS = 0.05
 # Characters that a chat template adds to each message, about.
 _TEMPLATE_CHARACTERS = 64
+# The query of documents that are embedded for later requests.
+_ANY_QUERY = "a"
 P = ParamSpec("P")
 T = TypeVar("T")
 # A picture to embed.
@@ -268,10 +275,56 @@ class Engine:
         self._require().admission.check_rate(tenant)
 
     async def clear_cache(self) -> None:
-        """Forgets all cached embeddings, on disk as well, and all cached scores."""
-        cache = self._require().cache
-        if cache is not None:
-            await self.in_thread(cache.clear, 0)
+        """Forgets all cached embeddings and kept texts, on disk as well, and all cached scores."""
+        running = self._require()
+        for each in (running.cache, running.texts):
+            if each is not None:
+                await self.in_thread(each.clear, 0)
+
+    @_call
+    async def add_documents(
+        self,
+        documents: str | Sequence[str],
+        *,
+        truncation: LongInputPolicy = "cut",
+        priority: Priority = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+        progress: Progress | None = None,
+    ) -> AddedDocuments:
+        """Makes texts known by their digests: requests of the same `tenant` with the same `truncation` may
+        then give a `DocumentDigest` in place of each.
+
+        Late interaction and bi-encoders embed them into the cache. With `document_store_mb` the texts are
+        kept, too, which other models need. Raises InvalidRequestError where neither is possible."""
+        running = self._require()
+        processor = running.processors.scores
+        request = ScoreRequest(
+            queries=(_ANY_QUERY,),
+            documents=as_texts(documents, "documents"),
+            truncation=as_truncation(truncation),
+            cache_owner=tenant,
+        )
+        options = RunOptions(priority, tenant, timeout, progress)
+        self.metrics.request_documents.observe(request.num_documents)
+        embeds = processor.takes_vectors and running.cache is not None
+        if not embeds and running.texts is None:
+            raise InvalidRequestError(
+                "documents cannot be added: neither their texts nor embeddings are kept here; set "
+                "document_store_mb, or give texts with each request",
+                "documents",
+            )
+        digests = await self.in_thread(partial(processor.keep_texts, request), request.reading)
+        usage, truncated, timings = Usage(0), 0, Timings()
+        if embeds:
+            plan, values = await running.run(processor, request, options)
+            result = await run_in_thread_if_large(request.num_documents, plan.result, values)
+            tokens = result.usage.prompt_tokens - result.usage.query_tokens
+            usage = replace(result.usage, prompt_tokens=tokens, query_tokens=0)
+            truncated, timings = result.truncated - result.truncated_queries, result.timings
+        unknown = await self.in_thread(partial(processor.unknown_among, digests, request), request.reading)
+        not_kept = tuple([i for i, digest in enumerate(digests) if digest in unknown])
+        return AddedDocuments(digests, usage, truncated, not_kept, timings)
 
     async def check_readable(self, request: ScoreRequest) -> None:
         """Prepares a request without running it. Raises InvalidRequestError and RequestTooLargeError."""
@@ -589,7 +642,7 @@ class Engine:
         running = self._require()
         processor = running.processors.scores
         request = processor.read(queries, documents, options, top_n)
-        if self.config.cache_by_tenant:
+        if self.config.cache_by_tenant or request.has_digests:
             request = replace(request, cache_owner=options["tenant"])
         self.metrics.request_documents.observe(request.num_documents)
         run_options = RunOptions(
@@ -602,8 +655,14 @@ class Engine:
         )
         if processor.scores_together:
             arrived = None
+        num_named = request.num_digests
         try:
-            return await running.run(processor, request, run_options, arrived)
+            found = await running.run(processor, request, run_options, arrived)
+            self.metrics.named_documents.labels("known").inc(num_named)
+            return found
+        except UnknownDocumentsError as error:
+            self.metrics.named_documents.labels("unknown").inc(len(error.digests))
+            raise
         except RequestTimeoutError:
             if run_options.on_timeout == "error":
                 raise
@@ -744,11 +803,14 @@ class ScoreStream(DocumentStream):
         super().__init__()
         self._engine = engine
         self._request = queries, documents, options
+        self._documents: Sequence[Item] = ()
         self._latest: tuple[ScorePlan, list[Value | None]] | None = None
 
     async def _score_all(self) -> ScoreResult:
+        queries, documents, options = self._request
+        self._documents = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
         with self._engine._open_call():
-            plan, values = await self._engine._score(*self._request, arrived=self._arrived)
+            plan, values = await self._engine._score(queries, self._documents, options, arrived=self._arrived)
             self._latest = plan, values.values
             return await run_in_thread_if_large(_num_values(plan, values.values), plan.result, values)
 
@@ -765,9 +827,9 @@ class ScoreStream(DocumentStream):
         scores = await run_in_thread_if_large(_num_values(plan, values), plan.scores, values)
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
         explanations = await self._engine._explanations(plan, values, new)
-        texts = plan.request.documents
+        given = self._documents
         documents = await run_in_thread_if_large(
-            len(new), lambda: [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
+            len(new), lambda: [RankedDocument(i, scores[i], given[i], explanations.get(i)) for i in new]
         )
         self._given.update(new)
         if is_last:

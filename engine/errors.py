@@ -1,5 +1,6 @@
 """The engine's errors. Messages say what to change."""
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 # queue: the queue is full; wait: the wait is too long; timeout: longer than the request's timeout; rate: the
@@ -21,6 +22,20 @@ class InvalidRequestError(MaxsimdError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnknownDocumentsError(MaxsimdError):
+    """Documents were named by `digests`, SHA-256 in hexadecimal, that the engine does not have."""
+
+    def __init__(self, message: str, digests: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.digests = tuple(digests)
+
+    @classmethod
+    def of(cls, digests: Sequence[str]) -> Self:
+        documents = "document is" if len(digests) == 1 else "documents are"
+        message = f"{len(digests)} {documents} unknown here by digest; add the text with the same model and "
+        return cls(message + "limits, or give it in the request", digests)
 
 
 class QueueFullError(MaxsimdError):

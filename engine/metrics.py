@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from maxsimd.engine.cache import EmbeddingCache, ScoreCache
+from maxsimd.engine.cache.documents import DocumentTexts
 from maxsimd.engine.requests import Timings
 from maxsimd.engine.tenants import TenantMetrics
 
@@ -28,6 +29,7 @@ class EngineMetrics(Collector):
         self.registry = CollectorRegistry()
         # The cache whose counts are reported.
         self.cache: EmbeddingCache | ScoreCache | None = None
+        self.texts: DocumentTexts | None = None
         self.registry.register(self)
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -72,6 +74,9 @@ class EngineMetrics(Collector):
         self.truncated = counter(
             "maxsimd_truncated_inputs", "Inputs that were too long for the model and were truncated"
         )
+        self.named_documents = counter(
+            "maxsimd_documents_by_digest", "Documents of requests by digest: known or unknown", ("found",)
+        )
         self.cancelled = counter(
             "maxsimd_cancelled_requests", "Requests whose caller went away or ran out of time"
         )
@@ -86,7 +91,14 @@ class EngineMetrics(Collector):
             self._seconds_of[part].observe(spent)
 
     def collect(self) -> Iterable[Metric]:
-        """The cache's counts, read with the metrics."""
+        """The counts of the cache and of kept texts, read with the metrics."""
+        if (texts := self.texts) is not None:
+            of_texts = (
+                ("texts", "Texts kept by their digests", len(texts)),
+                ("text_bytes", "Memory that they take", texts.nbytes),
+            )
+            for name, help, size in of_texts:
+                yield GaugeMetricFamily(f"maxsimd_document_{name}", help, value=size)
         cache = self.cache
         if cache is None:
             return

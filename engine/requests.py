@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, cast, overload
 
 import numpy as np
 import torch
@@ -35,10 +36,38 @@ InputType = Literal["query", "document"]
 
 # This many numbers in an array are as much work as one value.
 _NUMBERS_A_VALUE = 200
-# The work of unpacking a picture, in characters of text.
-_PICTURE = 1 << 20
-# A query or document: a text, an embedding, or content with pictures.
-Item: TypeAlias = str | Vectors | Content
+# The work of unpacking a picture, and about that of reading a text named by its digest, in characters.
+_PICTURE, _NAMED_TEXT = 1 << 20, 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentDigest:
+    """Stands for a document that the engine has: the SHA-256 of its text in UTF-8, 32 bytes.
+
+    `Engine.add_documents` makes texts known by their digests. A request with an unknown one raises
+    UnknownDocumentsError."""
+
+    value: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.value) != sha256().digest_size:
+            raise ValueError(f"a digest has 32 bytes, not {len(self.value)}")
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        return cls(digest_of(text))
+
+    def __str__(self) -> str:
+        return self.value.hex()
+
+
+def digest_of(text: str) -> bytes:
+    """The SHA-256 of a text in UTF-8, which any client can compute."""
+    return sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+# A query or document: a text, an embedding, content with pictures, or a document's digest.
+Item: TypeAlias = str | Vectors | Content | DocumentDigest
 
 # The chunks of a text: start and end of each in characters.
 Chunks: TypeAlias = tuple[tuple[int, int], ...]
@@ -221,6 +250,15 @@ class ScoreRequest:
         return any(issubclass(kind, Vectors) for kind in {*map(type, self.documents)})
 
     @property
+    def has_digests(self) -> bool:
+        """Whether documents came as digests."""
+        return DocumentDigest in {*map(type, self.documents)}
+
+    @property
+    def num_digests(self) -> int:
+        return sum(isinstance(each, DocumentDigest) for each in self.documents) if self.has_digests else 0
+
+    @property
     def size(self) -> int:
         """The characters to read; each text counts as some more."""
         return _size(self.queries) + _size(self.documents)
@@ -297,17 +335,21 @@ def are_texts(items: Sequence[Any]) -> bool:
 
 
 def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
-    """The work of unpacking pictures: one may take as long as the largest text."""
+    """The work of unpacking pictures, where one may take as long as the largest text, and of finding texts
+    by their digests."""
     if are_texts(texts):
         return 0
-    return sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
+    pictures = sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
+    return pictures + sum([_NAMED_TEXT for text in texts if isinstance(text, DocumentDigest)])
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
-    """The size of texts. Vectors take so little time that they do not count."""
+    """The size of texts. Vectors and digests take so little time that they do not count."""
     if are_texts(texts):
         return sum(map(len, cast("Sequence[str]", texts))) + 64 * len(texts)
-    return sum([len(text) for text in texts if not isinstance(text, Vectors)]) + 64 * len(texts)
+    return sum([len(text) for text in texts if not isinstance(text, Vectors | DocumentDigest)]) + 64 * len(
+        texts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +388,22 @@ class ScoreResult:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedDocuments:
+    """Documents that may be named by their `digests` from now on, in input order. `not_kept` has the indexes
+    of those that are unknown all the same: too large for the cache, or beyond what could be written.
+    `truncated` counts the truncated documents."""
+
+    digests: list[DocumentDigest]
+    usage: Usage
+    truncated: int = 0
+    not_kept: tuple[int, ...] = ()
+    timings: Timings = Timings()
+
+
+@dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """A document with its score. `document` is a text, `Vectors`, or content with pictures."""
+    """A document with its score. `document` is as it was given: a text, `Vectors`, content with pictures, or
+    a `DocumentDigest`."""
 
     index: int
     score: float
@@ -365,6 +421,8 @@ class RankedDocument:
             return self.document
         if isinstance(self.document, Vectors):
             return f"[{len(self.document)} vectors]"
+        if isinstance(self.document, DocumentDigest):
+            return str(self.document)
         return " ".join([part if isinstance(part, str) else "[picture]" for part in self.document.parts])
 
 
@@ -520,7 +578,7 @@ class SparseEmbedResult:
 
 
 # A text, its embedding, or a picture: content with one, a file's bytes, or one opened with Pillow.
-Scorable: TypeAlias = str | Embedding | Content | Picture | PictureFile | OpenImage
+Scorable: TypeAlias = str | Embedding | Content | Picture | PictureFile | OpenImage | DocumentDigest
 Scored: TypeAlias = Scorable | Sequence[Scorable]
 
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
@@ -541,20 +599,26 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
 def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool) -> tuple[Item, ...]:
     """Texts, embeddings or pictures, one or many, as a tuple. An array of one or two dimensions is one
     embedding. Raises InvalidRequestError for none, or for anything that the model does not take."""
-    if isinstance(items, str | Vectors) or (_is_array(items) and items.ndim < 3) or _is_content(items):
+    is_one = isinstance(items, str | Vectors | DocumentDigest) or _is_content(items)
+    if is_one or (_is_array(items) and items.ndim < 3):
         given: tuple[Any, ...] = (items,)
     else:
         given = tuple(items if _is_array(items) else _in_order(items, param))
     kinds = {*map(type, given)}
     if kinds <= {str}:
         return as_texts(given, param)
-    if takes_vectors and kinds <= {str, Vectors}:
+    known = {str, Vectors} if takes_vectors else {str}
+    if kinds <= (known | {DocumentDigest} if param == "documents" else known):
         return given
     return tuple([_as_item(item, i, param, takes_vectors, takes_pictures) for i, item in enumerate(given)])
 
 
 def _as_item(item: Any, i: int, param: str, takes_vectors: bool, takes_pictures: bool) -> Item:
     if isinstance(item, str):
+        return item
+    if isinstance(item, DocumentDigest):
+        if param != "documents":
+            raise InvalidRequestError(f"{param}[{i}] is a digest, which only documents may be", param)
         return item
     if not isinstance(item, Vectors | Content) and _is_array(item):
         item = Vectors(item)

@@ -25,7 +25,7 @@ from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.host import tokenizer_threads, usable_cores
 from maxsimd.engine.device.load import DeviceModel, load_device_model, load_on_thread
 from maxsimd.engine.device.shared import Seat
-from maxsimd.engine.device.stores import open_score_cache
+from maxsimd.engine.device.stores import open_score_cache, open_texts
 from maxsimd.engine.device.thread import Device, num_left_behind, stacks
 from maxsimd.engine.errors import (
     EngineDeadError,
@@ -158,7 +158,8 @@ class Running:
         self._metrics = metrics
         # Holds embeddings, or scores for models that do not encode documents by themselves.
         self.cache = device_model.cache if device_model.cache is not None else open_score_cache(config, model)
-        metrics.cache = self.cache
+        self.texts = open_texts(config)
+        metrics.cache, metrics.texts = self.cache, self.texts
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
         self._most_tokens = config.max_request_tokens
@@ -188,6 +189,7 @@ class Running:
                 PrefixSharing(device_model.launch_tokens) if shares else None,
                 device_model.calibration,
                 device_model.scored_in,
+                self.texts,
             )
         )
         self._device = device
@@ -343,7 +345,7 @@ class Running:
         self._supervisor.cancel()
         if not self._supervisor.done():  # the end of another event loop has ended it
             await asyncio.gather(self._supervisor, return_exceptions=True)
-        self._metrics.cache = None
+        self._metrics.cache = self._metrics.texts = None
         self.admission.close()
         await call_in_thread(partial(end, self._seconds_for_device()))
 
@@ -355,7 +357,7 @@ class Running:
     def _end_of_threads(self) -> Callable[..., None]:
         """A function that ends the threads when it is first called. It does not hold the model."""
         until_now = self._seconds_for_device()
-        device, pool, cache = self._device, self._pool, self.device_model.cache
+        device, pool, cache, texts = self._device, self._pool, self.device_model.cache, self.texts
         begun = threading.Lock()
 
         def end(seconds: float | None = until_now) -> None:
@@ -370,6 +372,8 @@ class Running:
             pool.close(rest)
             if cache is not None:
                 cache.close(rest)
+            if texts is not None:
+                texts.close()
 
         return end
 

@@ -219,6 +219,7 @@ class SyncEngine:
 
     score = _blocking(Engine.score)
     rerank = _blocking(Engine.rerank)
+    add_documents = _blocking(Engine.add_documents)
     encode_query = _blocking(Engine.encode_query)
     embed = _blocking(Engine.embed)
     embed_tokens = _blocking(Engine.embed_tokens)

@@ -25,7 +25,7 @@ _DECIDE_NOTHING = frozenset(
         *("offline", "device", "kernels", "maxsim", "attention", "cuda_graphs", "packing", "prefix_sharing"),
         *("max_batch_tokens", "max_batch_sequences", "max_queued_tokens", "max_wait_seconds"),
         *("max_request_tokens", "steps_in_flight", "step_timeout_seconds", "threads", "tokenizer_threads"),
-        *("cache_mb", "device_cache_mb", "cache_dir", "cache_disk_mb", "max_vectors"),
+        *("cache_mb", "device_cache_mb", "cache_dir", "cache_disk_mb", "document_store_mb", "max_vectors"),
     }
 )
 # The engine's method for each task of `Embed`, and its answer.
@@ -65,13 +65,17 @@ class EngineAnswers:
                 return sent_query(await engine.encode_query(query, **_options("encode_query", question)))
             case wire.Rank():
                 return await self._rank(question)
+            case wire.AddDocuments():
+                texts = cast("list[str]", [*map(received_item, question.documents)])
+                added = await engine.add_documents(texts, **_options("add_documents", question))
+                return wire.Added(added.usage, added.truncated, added.not_kept, added.timings)
             case wire.Embed():
                 method, answer = _EMBED[question.task]
-                texts = received_inputs(question.texts)
-                return answer(await getattr(engine, method)(texts, **_options(method, question)))
+                inputs = received_inputs(question.texts)
+                return answer(await getattr(engine, method)(inputs, **_options(method, question)))
             case wire.Classify():
-                texts = received_inputs(question.texts)
-                return wire.Classified(await engine.classify(texts, **_options("classify", question)))
+                inputs = received_inputs(question.texts)
+                return wire.Classified(await engine.classify(inputs, **_options("classify", question)))
             case wire.Converse():
                 return wire.Conversation(*await engine.conversation(**msgspec.structs.asdict(question)))
             case wire.Command.CLEAR_CACHE:

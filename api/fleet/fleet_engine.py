@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar, Unpack, cast
 
@@ -14,7 +15,17 @@ from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet.link import Address, Door, Link, LostError, Send
 from maxsimd.api.fleet.roster import Listed, ReplacedError, Roster, Served
-from maxsimd.api.fleet.spread import EmbedJob, Job, RankJob, ScoreJob, Spreader, WholeJob, run_of, size_of
+from maxsimd.api.fleet.spread import (
+    AddJob,
+    EmbedJob,
+    Job,
+    RankJob,
+    ScoreJob,
+    Spreader,
+    WholeJob,
+    run_of,
+    size_of,
+)
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS, DocumentStream
@@ -23,6 +34,7 @@ from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.metrics import EngineStats, MergedMetrics
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
+    AddedDocuments,
     ClassifyResult,
     EmbedResult,
     Item,
@@ -34,6 +46,7 @@ from maxsimd.engine.requests import (
     TokenEmbedResult,
     as_inputs,
     as_scored,
+    as_texts,
     check_task,
     rank,
 )
@@ -96,6 +109,8 @@ class FleetStream(DocumentStream):
 T = TypeVar("T")
 # Threads for large bodies and answers.
 _THREADS = 2
+# Characters that are hashed in the time of one item of an answer.
+_HASHED_PER_ITEM = 1_000
 
 
 class FleetEngine:
@@ -284,6 +299,17 @@ class FleetEngine:
     def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> FleetStream:
         return FleetStream(self, queries, documents, {**SCORE_DEFAULTS, **options})
 
+    async def add_documents(self, documents: Any, **options: Any) -> AddedDocuments:
+        texts = as_texts(documents, "documents")
+
+        async def added_by_one_kind(left: float | None) -> AddedDocuments:
+            make = partial(AddJob, self.facts, texts, {**options, "timeout": left})
+            adding = await run_in_thread_if_large(sum(map(len, texts)) // _HASHED_PER_ITEM, make)
+            await self._run(adding)
+            return adding.result()
+
+        return await _until_not_replaced(added_by_one_kind, options.get("timeout"))
+
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
         check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.dims)
         given = as_inputs(texts, self.facts.reads_pictures)
@@ -328,8 +354,15 @@ class FleetEngine:
         return cast("wire.Classified", job.answer).result
 
     async def _run(self, job: Job) -> None:
-        """Spreads a request. One that may be too large goes to one engine whole, which refuses it."""
-        if job.most_tokens > self.config.max_request_tokens:
+        """Spreads a request. One that may be too large goes to one engine whole, which refuses it. Raises
+        InvalidRequestError for documents by digests that no engine has all of."""
+        if job.has_digests and job.split is Split.NEVER and self._num_engines > 1:
+            raise InvalidRequestError(
+                "with several replicas, documents are named by digests only if each is scored by itself: "
+                "send one query, without explain and windows, to a model that is not listwise, or give texts",
+                "documents",
+            )
+        if job.most_tokens > self.config.max_request_tokens and not job.has_digests:
             job.split = Split.NEVER
         # A request of at most one step is not split.
         await self._spreader.run(job, self.facts.step_tokens)

@@ -25,6 +25,7 @@ from maxsimd.engine import (
     RequestFailedError,
     RequestTimeoutError,
     RequestTooLargeError,
+    UnknownDocumentsError,
 )
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
@@ -34,6 +35,7 @@ from maxsimd.engine.processors.text.tokenization import is_broken
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,
+    DocumentDigest,
     EmbedResult,
     InputType,
     Item,
@@ -42,8 +44,10 @@ from maxsimd.engine.requests import (
     Priority,
     ScoreResult,
     SparseEmbedResult,
+    Timings,
     TokenEmbedResult,
     Truncation,
+    Usage,
 )
 from maxsimd.engine.tenants import Tenant
 from maxsimd.pooling.muvera import Muvera
@@ -82,7 +86,13 @@ class SentContent(msgspec.Struct, tag="content", frozen=True):
     parts: list[tuple[int, Any]]
 
 
-SentItem: TypeAlias = str | SentBroken | SentVectors | SentQuery | SentContent
+class SentDigest(msgspec.Struct, tag="digest", frozen=True):
+    """A document that the engine has."""
+
+    value: bytes
+
+
+SentItem: TypeAlias = str | SentBroken | SentVectors | SentQuery | SentContent | SentDigest
 SentInput: TypeAlias = str | list[int] | SentContent
 EmbedTask = Literal["embed", "token_embed", "sparse_embed"]
 
@@ -126,6 +136,13 @@ class Rank(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     score: Score
     top_n: int | None
     score_threshold: float | None
+
+
+class AddDocuments(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """`Engine.add_documents`."""
+
+    documents: list[str | SentBroken]
+    run: Run
 
 
 class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -176,7 +193,9 @@ class Command(Enum):
     PING = "ping"
 
 
-Question: TypeAlias = Score | EncodeQuery | Rank | Embed | Classify | Converse | SetTenants | Command
+Question: TypeAlias = (
+    Score | EncodeQuery | Rank | AddDocuments | Embed | Classify | Converse | SetTenants | Command
+)
 
 
 class Scored(msgspec.Struct, tag=True, frozen=True):
@@ -191,6 +210,15 @@ class Arrived(msgspec.Struct, tag=True, frozen=True):
 
     result: ScoreResult
     indices: list[int]
+
+
+class Added(msgspec.Struct, tag=True, frozen=True):
+    """`AddedDocuments` without their digests."""
+
+    usage: Usage
+    truncated: int
+    not_kept: tuple[int, ...]
+    timings: Timings
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
@@ -254,12 +282,14 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     param: str | None = None
     retry_after: float = 0.0
     reason: str = ""
+    digests: tuple[str, ...] = ()
 
 
 Answer: TypeAlias = (
     Scored
     | SentQuery
     | Arrived
+    | Added
     | Embedded
     | EmbeddedTokens
     | EmbeddedSparse
@@ -354,6 +384,8 @@ def sent_item(item: Item) -> SentItem:
             return _sent_content(item)
         case QueryRows():
             return sent_query(item)
+        case DocumentDigest():
+            return SentDigest(item.value)
     return _sent_vectors(item)
 
 
@@ -376,6 +408,8 @@ def received_item(item: SentItem) -> Item:
             return item.text.decode("utf-8", "surrogatepass")
         case SentContent():
             return _received_content(item)
+        case SentDigest():
+            return DocumentDigest(item.value)
         case SentQuery():
             rows = torch.as_tensor(_received_vectors(item.rows).values)
             return QueryRows(rows, tokens=item.tokens, truncated=item.truncated, fingerprint=item.fingerprint)
@@ -422,11 +456,14 @@ def _received_content(content: SentContent) -> Content:
 
 log = logging.getLogger("maxsimd.fleet")
 
+# The kind of an error that other parts of a request may share.
+UNKNOWN = "unknown documents"
 _KINDS: dict[str, type[Exception]] = {
     "invalid": InvalidRequestError,
     "full": QueueFullError,
     "too large": RequestTooLargeError,
     "timeout": RequestTimeoutError,
+    UNKNOWN: UnknownDocumentsError,
     "failed": RequestFailedError,
     "not ready": EngineNotReadyError,
     "dead": EngineDeadError,

@@ -23,10 +23,13 @@ from maxsimd.engine.errors import (
     EngineNotReadyError,
     RequestFailedError,
     RequestTimeoutError,
+    UnknownDocumentsError,
 )
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import Content
 from maxsimd.engine.requests import (
+    AddedDocuments,
+    DocumentDigest,
     EmbedResult,
     Item,
     ScoreOptions,
@@ -59,12 +62,16 @@ class Job(ABC):
     first: "WholeJob | None" = None
     deadly: str | None = None
     most_tokens = 0
+    # Whether documents are named by digests, or will be.
+    has_digests = False
 
     def __init__(self, digests: Sequence[int], sizes: Sequence[int], timeout: float | None) -> None:
         """`sizes` are in characters."""
         self.digests: NDArray[np.uint64] = np.array(digests, dtype=np.uint64)
         self.tokens: NDArray[np.int64] = np.array(sizes, dtype=np.int64) // _CHARACTERS_A_TOKEN + 4
         self.timeout = timeout
+        # Digests that engines do not know.
+        self.unknown: set[str] = set()
 
     @abstractmethod
     def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Question:
@@ -131,6 +138,8 @@ class Spreader:
                 if job.first.answer is None:
                     return  # out of time, and a partial result may have no scores
             await self._run_parts(job, parts, reach, deadline)
+            if job.unknown:
+                raise UnknownDocumentsError.of(sorted(job.unknown))
         except TimeoutError:
             assert job.timeout is not None
             raise RequestTimeoutError.after(job.timeout) from None
@@ -197,6 +206,10 @@ class Spreader:
                     digests = job.digests[send.part.indices]
                     self._planner.seen.remember(reach, digests.tolist(), send.member)
             return []
+        if answer.kind == wire.UNKNOWN:
+            if attempts.answered(send.attempt):
+                job.unknown.update(answer.digests)
+            return []
         if answer.kind in ("not ready", "dead"):
             return attempts.lost(send.attempt, await self._others(attempts, send, deadline))
         if answer.kind == "full" and answer.reason != "rate":
@@ -253,6 +266,8 @@ class Spreader:
 _DEADLY = "three engines died while they encoded the query; send another one"
 # Estimated characters of a token, and cost of a picture, in characters.
 _CHARACTERS_A_TOKEN, _PICTURE = 4, 4_096
+# Estimated characters of a text that is named by its digest.
+_NAMED_TEXT = 512
 # Most tokens of prompts and markers around a text.
 _MOST_AROUND = 1_024
 # Called with indices, scores and explanations.
@@ -282,10 +297,12 @@ class ScoreJob(Job):
         sizes = [*map(size_of, self.documents)]
         super().__init__([*map(_digest, self.documents)], sizes, options["timeout"])
         self._options, self._told = options, told
+        self.has_digests = any(isinstance(each, DocumentDigest) for each in self.documents)
         self.split = self._split(facts.score_type)
-        self.is_cached = self.split is fleets.Split.BY_OWNER and options["cache"] != "bypass"
+        is_split_apart = takes_vectors and self.split is not fleets.Split.NEVER
+        self.is_cached = is_split_apart and options["cache"] != "bypass"
         self.is_partial = options["on_timeout"] == "partial"
-        if self.split is fleets.Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
+        if is_split_apart and not isinstance(self.queries[0], Vectors):
             query = self.queries[0]
             ask = partial(_question_of_query, query, options)
             self.first = WholeJob(size_of(query), self.timeout, ask, _DEADLY, self.is_partial)
@@ -315,6 +332,8 @@ class ScoreJob(Job):
         reads_windows = as_truncation(options["truncation"]).windows
         if kind is ScoreType.LISTWISE or len(self.queries) > 1 or options["explain"] or reads_windows:
             return fleets.Split.NEVER
+        if self.has_digests:
+            return fleets.Split.AT_OWNER
         return fleets.Split.BY_TOKENS if kind is ScoreType.CROSS_ENCODER else fleets.Split.BY_OWNER
 
     def question(self, indices: NDArray[np.int64], left: float | None) -> wire.Question:
@@ -373,6 +392,39 @@ def _question_of_query(query: Item, options: ScoreOptions, left: float | None) -
     return wire.EncodeQuery(query=sent, run=run, instruction=options["instruction"])
 
 
+class AddJob(Job):
+    """Texts to make known by their digests, each at its owner."""
+
+    split = fleets.Split.AT_OWNER
+    is_cached = has_digests = True
+
+    def __init__(self, facts: ModelFacts, texts: tuple[str, ...], options: Mapping[str, Any]) -> None:
+        self.named = [*map(DocumentDigest.of, texts)]
+        super().__init__([*map(_digest, self.named)], [*map(size_of, texts)], options.get("timeout"))
+        self.texts, self._options = texts, options
+        if facts.score_type is ScoreType.LISTWISE:
+            self.split = fleets.Split.NEVER
+        self._added: list[wire.Added] = []
+        self._not_kept: list[int] = []
+
+    def question(self, indices: NDArray[np.int64], left: float | None) -> wire.AddDocuments:
+        sent = wire.sent_items([self.texts[i] for i in indices.tolist()])
+        texts = cast("list[str | wire.SentBroken]", sent)
+        return wire.AddDocuments(documents=texts, run=run_of(self._options, left))
+
+    def commit(self, indices: NDArray[np.int64], answer: wire.Answer) -> None:
+        added = cast("wire.Added", answer)
+        self._added.append(added)
+        whole = indices.tolist()
+        self._not_kept += [whole[i] for i in added.not_kept]
+
+    def result(self) -> AddedDocuments:
+        added = self._added
+        usage, timings = _total([each.usage for each in added]), slowest([each.timings for each in added])
+        truncated = sum(each.truncated for each in added)
+        return AddedDocuments(self.named, usage, truncated, tuple(sorted(self._not_kept)), timings)
+
+
 class RankJob(ScoreJob):
     """A ranking that one engine makes, which explains only what it returns."""
 
@@ -420,8 +472,10 @@ def _digest(item: Item | tuple[int, ...]) -> int:
         case Content():
             return fleets.digest_of(wire.encode(wire.sent_item(item)))
         case tuple():
-            item = repr(item)
-    return fleets.digest_of(item.encode("utf-8", "surrogatepass"))
+            return fleets.digest_of(repr(item).encode())
+        case str():
+            item = DocumentDigest.of(item)
+    return fleets.digest_of(item.value)
 
 
 def size_of(item: Item | tuple[int, ...]) -> int:
@@ -433,6 +487,8 @@ def size_of(item: Item | tuple[int, ...]) -> int:
             return _CHARACTERS_A_TOKEN * len(item)
         case Vectors():
             return len(item) // 32
+        case DocumentDigest():
+            return _NAMED_TEXT
     return sum(map(len, item.texts)) + _PICTURE * len(item.pictures)
 
 
@@ -440,7 +496,7 @@ def _most_tokens(item: Item | tuple[int, ...]) -> int:
     """Upper bound: a token of a text is at least a byte."""
     if isinstance(item, tuple):
         return len(item)
-    if isinstance(item, Vectors):
+    if isinstance(item, Vectors | DocumentDigest):
         return size_of(item)
     texts, pictures = ([item], 0) if isinstance(item, str) else (item.texts, len(item.pictures))
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + _PICTURE * pictures

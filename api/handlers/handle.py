@@ -13,6 +13,7 @@ from typing import Any
 from maxsimd.api.answer import Answer, ApiError, LineSender, Sink, WholeAnswer, as_api_error, error_answer
 from maxsimd.api.handlers import (
     classification,
+    documents,
     embeddings,
     operating,
     rerank,
@@ -72,6 +73,7 @@ OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 PAGES = frozenset(route.path for route in PAGE_ROUTES)
 _ALL = (
     *rerank.ROUTES,
+    *documents.ROUTES,
     *vendor_reranks.ROUTES,
     *embeddings.ROUTES,
     *classification.ROUTES,

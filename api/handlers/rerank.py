@@ -25,7 +25,7 @@ from maxsimd.api.wire import about
 from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, ScoreResult, Stage, Truncation
 from maxsimd.engine import requests as engine_requests
 from maxsimd.engine.explanations import Explanation, Patch, TokenMatch, WindowScore
-from maxsimd.engine.requests import Item, ScoreOptions, Timings
+from maxsimd.engine.requests import DocumentDigest, Item, ScoreOptions, Timings
 from maxsimd.engine.several.cascade import CascadeDocument, CascadeOptions
 from maxsimd.engine.workers import run_in_thread_if_large
 
@@ -237,10 +237,15 @@ class ScoreResponse(Completeness):
     object: wire.AlwaysList = "list"
 
 
-class Document(msgspec.Struct):
-    text: Annotated[str, about("Text of the document.", wire.DOCUMENTS[1])]
+class Document(msgspec.Struct, omit_defaults=True):
+    text: Annotated[
+        str | UnsetType, about("Text of the document, if it came as text.", wire.DOCUMENTS[1])
+    ] = UNSET
+    digest: wire.Digest | UnsetType = UNSET
+    id: wire.DocumentId | UnsetType = UNSET
 
 
+_NOTHING_SHOWN = Document()
 DocumentText = Annotated[
     str | None, about("Text of the document, if the request asks for it.", wire.DOCUMENTS[1])
 ]
@@ -249,7 +254,9 @@ DocumentText = Annotated[
 class Ranked(msgspec.Struct, omit_defaults=True):
     index: wire.Index
     relevance_score: wire.RelevanceScore
-    document: Annotated[Document | None, about("The document, if it came as text.")] = None
+    document: Annotated[
+        Document | None, about("The document, if it came as text or digest, or with an id.")
+    ] = None
     explanation: Annotated[WireExplanation | None, _EXPLAINED] = None
     model: Annotated[
         str | None, about("In a cascade, the model that gave the score.", "all-MiniLM-L6-v2")
@@ -439,11 +446,23 @@ def _scored(index: int, score: float, explanation: Explanation | None) -> Score:
     return Score(index, score, explanation=UNSET if explanation is None else _on_wire(explanation))
 
 
-def ranked(document: RankedDocument, with_text: bool, model: str | None = None) -> Ranked:
-    """A document that came as an embedding has no text. A cascade names the `model` that ranked it."""
-    text = None if document.text is None or not with_text else Document(document.text)
+def ranked(
+    document: RankedDocument, shows_document: bool, model: str | None = None, given: wire.Contents = ""
+) -> Ranked:
+    """A document that came as an embedding is not shown, except for the id that it was `given` with. A
+    cascade names the `model` that ranked it."""
+    shown = _shown_document(document, given) if shows_document else None
     explanation = None if document.explanation is None else _on_wire(document.explanation)
-    return Ranked(document.index, document.score, text, explanation, model)
+    return Ranked(document.index, document.score, shown, explanation, model)
+
+
+def _shown_document(document: RankedDocument, given: wire.Contents) -> Document | None:
+    shown = Document() if document.text is None else Document(document.text)
+    if isinstance(document.document, DocumentDigest):
+        shown.digest = str(document.document)
+    if isinstance(given, list):
+        shown.id = reading.id_of(given[document.index])
+    return None if shown == _NOTHING_SHOWN else shown
 
 
 def _score_response(
@@ -470,7 +489,7 @@ def _rerank_response(
 ) -> RerankResponse:
     return RerankResponse(
         id=new_id("rerank"),
-        results=[ranked(document, with_text) for document in result.results],
+        results=[ranked(document, with_text, given=body.documents or "") for document in result.results],
         meta=_cohere_meta(result.usage, warnings),
         score_scale=scale,
         warnings=warnings,
@@ -537,7 +556,7 @@ async def rerank(state: ServerState, body: RerankRequest, texts: ToRank) -> Answ
         return await _streamed(
             *(state, body, ([texts[0]], texts[1])),
             with_fields_of(body),
-            lambda one: ranked(one, with_text),
+            lambda one: ranked(one, with_text, given=body.documents or ""),
             last,
         )
     build = partial(_rerank_response, body, scale, with_text)
@@ -677,8 +696,10 @@ async def _rerank_in_stages(
     timings = _sum_of(Timings, [ranking.timings for ranking in rankings])
 
     def build() -> RerankResponse:
+        given = body.documents or ""
         results = [
-            ranked(RankedDocument(one.index, one.score, one.document), with_text, one.model) for one in best
+            ranked(RankedDocument(one.index, one.score, one.document), with_text, one.model, given)
+            for one in best
         ]
         meta = _cohere_meta(usage, warnings)
         return RerankResponse(

@@ -17,6 +17,7 @@ from maxsimd.api.reading import UnreadField, unread_fields, warnings_of
 from maxsimd.api.state import ServerState, naming_lost_model
 from maxsimd.api.wire import Warnings
 from maxsimd.engine import (
+    AddedDocuments,
     ClassifyResult,
     EmbedResult,
     RequestTimeoutError,
@@ -25,12 +26,19 @@ from maxsimd.engine import (
     SparseEmbedResult,
     TokenEmbedResult,
 )
+from maxsimd.engine.requests import DocumentDigest
 
 T = TypeVar("T")
 R = TypeVar("R")
 Work: TypeAlias = Callable[[ServerState, Body], Awaitable[Answer]]
 Result: TypeAlias = (
-    ScoreResult | RerankResult | EmbedResult | TokenEmbedResult | SparseEmbedResult | ClassifyResult
+    AddedDocuments
+    | ScoreResult
+    | RerankResult
+    | EmbedResult
+    | TokenEmbedResult
+    | SparseEmbedResult
+    | ClassifyResult
 )
 
 # Time beyond the timeout for work beside the engine.
@@ -131,8 +139,16 @@ async def _handled(form: Form[T, R], state: ServerState, request: T, found: R) -
     async with _timeout_of(request):
         if found is not None and state.reads_pictures:
             found = await state.media.filled(found, state.held)
+        if _has_digests(found):
+            state.check_owner_of_digests()
         answer = await form.handler(state, request, found)
     return answer.with_field_warnings(state.field_warnings)
+
+
+def _has_digests(found: Any) -> bool:
+    """Whether the documents of a request, which come last, are named by digests."""
+    documents = found[-1] if isinstance(found, tuple) else None
+    return isinstance(documents, list) and DocumentDigest in {*map(type, documents)}
 
 
 @asynccontextmanager

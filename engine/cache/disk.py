@@ -1,4 +1,4 @@
-"""Embeddings on disk: an SQLite database that several processes may share.
+"""Cached embeddings and texts on disk: SQLite databases that several processes may share.
 
 No part of it is mapped into memory: if someone truncates a mapped file, the process dies. For the same
 reason there is no write-ahead log, whose index is always mapped.
@@ -11,24 +11,41 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
-from maxsimd.engine.cache.embeddings import CachedEmbedding, Entries
+from maxsimd.engine.cache.embeddings import CachedEmbedding
 from maxsimd.pooling.ragged import runs
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Entry(Protocol):
+    """What a database holds under its key."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def to_bytes(self, key: bytes) -> bytes:
+        """Returns self-contained bytes."""
+
+    @classmethod
+    def from_bytes(cls, key: bytes, data: bytes) -> Self | None:
+        """Returns an entry; None for damaged bytes, and for those of another key."""
+
+
+E = TypeVar("E", bound=Entry)
 # The device and inode of a file: another file may get its path.
 Identity = tuple[int, int]
 
 FILE = "maxsimd-embeddings.sqlite3"
-# A damaged database gets this name, in place of an earlier one.
+# A damaged database gets such a name, in place of an earlier one.
 DAMAGED_FILE = "maxsimd-embeddings.damaged.sqlite3"
 # Each new key rewrites a whole page of the index, so pages are small; but large entries take many of them.
 PAGE = 16 * 1024
@@ -127,9 +144,9 @@ class Database:
 
     Raises NotOursError, DamagedError, sqlite3.Error or OSError if it cannot be opened or created."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = _path(folder)
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = os.path.abspath(path)
         self._lock = threading.Lock()
         self._idle: list[sqlite3.Connection] = []
         self._closed = False
@@ -206,10 +223,6 @@ def _has_code(error: Exception, *codes: int) -> bool:
     return getattr(error, "sqlite_errorcode", -1) & 0xFF in codes
 
 
-def _path(folder: Path) -> str:
-    return os.path.join(os.path.abspath(folder), FILE)
-
-
 def _examine(path: str) -> None:
     """Raises NotOursError or DamagedError for a file that cannot be used, by its header.
 
@@ -219,7 +232,7 @@ def _examine(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(status.st_mode):
-        raise NotOursError(f"{FILE} in it is not a file")
+        raise NotOursError(f"{os.path.basename(path)} in it is not a file")
     with _uses.none(), open(path, "rb") as file:
         header = file.read(_HEADER.size)
     if not header:
@@ -230,9 +243,9 @@ def _examine(path: str) -> None:
     if (application, changes) == (0, 0):
         return  # it never had a table: somebody began to create it, most likely we
     if application != _APPLICATION:
-        raise NotOursError(f"{FILE} in it belongs to another program")
+        raise NotOursError(f"{os.path.basename(path)} in it belongs to another program")
     if version != _VERSION:
-        raise NotOursError(f"{FILE} in it was written by another version of maxsimd")
+        raise NotOursError(f"{os.path.basename(path)} in it was written by another version of maxsimd")
     if (writing, reading) != (_WITHOUT_LOG, _WITHOUT_LOG):
         raise DamagedError("its header asks for a write-ahead log")
 
@@ -296,13 +309,15 @@ _READ, _WRITTEN_TO, _UNUSABLE = "read", "written to", "unusable"
 
 
 class GuardedDatabase:
-    """Opens a folder's database on demand, and again after it was damaged, removed or replaced. Failures are
-    logged and count as misses. Thread-safe; raises nothing.
+    """Opens a database on demand, and again after it was damaged, removed or replaced. Failures are logged
+    and count as misses. Thread-safe; raises nothing.
 
-    A damaged database of ours is renamed and begun anew; foreign files stay untouched."""
+    A damaged database of ours is renamed and begun anew; foreign files stay untouched. Messages call its
+    entries `what`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, path: Path, what: str) -> None:
+        self._path = Path(os.path.abspath(path))
+        self._what = what
         self._database: Database | None = None
         self._opening = threading.Lock()
         self._closed = False
@@ -385,13 +400,13 @@ class GuardedDatabase:
             self._opening.release()
 
     def _open_anew(self) -> Database:
-        seen = identify(_path(self._folder))
+        seen = identify(str(self._path))
         try:
-            self._database = Database(self._folder)
+            self._database = Database(self._path)
         except Exception as error:
             if not is_damage(error) or not self._set_aside(error, seen):
                 raise
-            self._database = Database(self._folder)
+            self._database = Database(self._path)
         self._forget(_UNUSABLE)
         return self._database
 
@@ -401,7 +416,7 @@ class GuardedDatabase:
             self._say("was locked for too long, so documents are encoded instead")
         elif database is None:
             self._pause(PAUSE_SECONDS, _READ, _WRITTEN_TO)
-            advice = f"cannot be used, so embeddings are cached in memory only: {_advice(error)}"
+            advice = f"cannot be used, so {self._what}s are cached in memory only: {_advice(error)}"
             self._say(advice, _UNUSABLE)
         elif is_damage(error):
             self._begin_anew(error, access, database)
@@ -425,14 +440,18 @@ class GuardedDatabase:
 
     def _set_aside(self, error: Exception, damaged: Identity | None) -> bool:
         """Renames a damaged database. False if another process did. Raises NotOursError or OSError."""
-        path = _path(self._folder)
+        path = str(self._path)
         if damaged is None or identify(path) != damaged:
             return False
         with suppress(DamagedError):
             _examine(path)  # someone may have written something else over it
-        os.replace(path, Path(path).with_name(DAMAGED_FILE))
-        self._log(f"was damaged ({_reason(error)}); it is begun anew beside {DAMAGED_FILE}")
+        os.replace(path, self._damaged_path)
+        self._log(f"was damaged ({_reason(error)}); it is begun anew beside {self._damaged_path.name}")
         return True
+
+    @property
+    def _damaged_path(self) -> Path:
+        return self._path.with_suffix(".damaged.sqlite3")
 
     def _pause(self, seconds: float, *accesses: str) -> None:
         self._paused_until |= dict.fromkeys(accesses, time.monotonic() + seconds)
@@ -456,7 +475,7 @@ class GuardedDatabase:
                 self._said.pop(said, None)
 
     def _log(self, what: str) -> None:
-        log.warning("the embedding cache in %s %s", _printable(self._folder), what)
+        log.warning("the %s cache in %s %s", self._what, _printable(self._path.parent), what)
 
 
 def _advice(error: Exception) -> str:
@@ -486,20 +505,19 @@ class Usage:
     file_bytes: int
 
 
-class DiskStore(GuardedDatabase):
-    """Embeddings in at most `limit` bytes of a folder, which processes may share; the oldest are evicted
-    first. Thread-safe; raises nothing.
+class EntryStore(GuardedDatabase, Generic[E]):
+    """Entries of one `kind`, called `what`, in at most `limit` bytes of a file, which processes may share;
+    the oldest are evicted first. Thread-safe; raises nothing.
 
-    What cannot be read counts as missing, and what cannot be written is left out."""
+    An entry that cannot be read counts as missing, and one that cannot be written is left out."""
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        super().__init__(folder)
+    def __init__(self, path: Path, limit: int, kind: type[E], what: str) -> None:
+        super().__init__(path, what)
         self.limit = limit
+        self._kind = kind
         self._usage = Usage(0, 0, 0)
         self._counted_at = 0.0
         self.evictions = 0
-        if os.path.exists(os.path.join(folder, "data.mdb")):
-            self._say("holds data.mdb and lock.mdb of an earlier version, which may be removed")
         self.read(self._count)
 
     @property
@@ -510,7 +528,7 @@ class DiskStore(GuardedDatabase):
     def __len__(self) -> int:
         return self._usage.entries
 
-    def get(self, key: bytes) -> CachedEmbedding | None:
+    def get(self, key: bytes) -> E | None:
         found = self.read(partial(self._find, key=key))
         if not found:
             return None
@@ -520,15 +538,15 @@ class DiskStore(GuardedDatabase):
             self.drop(key)
         return entry
 
-    def newest(self) -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+    def newest(self) -> Iterator[tuple[bytes, E | None]]:
         """Yields entries, the newest first; None for a damaged one. Ends early if reading fails."""
         sequence = _END
         # One by one, because nobody can write during a read.
-        while found := self.read(partial(_read_before, sequence=sequence)):
+        while found := self.read(partial(self._read_before, sequence=sequence)):
             sequence, key, entry = found
             yield key, entry
 
-    def put(self, entries: Entries) -> None:
+    def put(self, entries: Sequence[tuple[bytes, E]]) -> None:
         """Stores entries, in portions, without those too large for the store; the oldest are evicted."""
         largest = min(self.limit - _OVERHEAD, LARGEST - PAGE)
         fitting = [each for each in entries if _most_bytes(each[1].nbytes) <= largest]
@@ -545,16 +563,16 @@ class DiskStore(GuardedDatabase):
         super().clear()
         self.read(self._count)
         with suppress(OSError, ValueError):
-            (self._folder / DAMAGED_FILE).unlink(missing_ok=True)
+            self._damaged_path.unlink(missing_ok=True)
 
-    def _find(self, connection: sqlite3.Connection, key: bytes) -> list[CachedEmbedding | None]:
+    def _find(self, connection: sqlite3.Connection, key: bytes) -> list[E | None]:
         """Returns [] if there is no entry, [None] if it is damaged."""
         if time.monotonic() - self._counted_at >= SECONDS_BETWEEN_COUNTS:
             self._count(connection)
         rows = connection.execute("SELECT data FROM entries WHERE key = ?", (key,)).fetchall()
-        return [CachedEmbedding.from_bytes(key, _as_bytes(data)) for (data,) in rows]
+        return [self._kind.from_bytes(key, _as_bytes(data)) for (data,) in rows]
 
-    def _write(self, connection: sqlite3.Connection, entries: Entries) -> None:
+    def _write(self, connection: sqlite3.Connection, entries: Sequence[tuple[bytes, E]]) -> None:
         data = [(key, entry.to_bytes(key)) for key, entry in entries]
         self._make_room(connection, sum(_most_bytes(len(value)) for _, value in data))
         with _transaction(connection):
@@ -594,21 +612,31 @@ class DiskStore(GuardedDatabase):
                 connection.execute(_ADD_TO_COUNT, (-dropped,))
         self._count(connection)
 
+    def _read_before(
+        self, connection: sqlite3.Connection, sequence: int
+    ) -> tuple[int, bytes, E | None] | None:
+        """Returns number, key and entry (None if damaged) of the newest entry older than `sequence`."""
+        statement = (
+            "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
+        )
+        for older, key, data in connection.execute(statement, (sequence,)).fetchall():
+            if older >= sequence:  # or reading on from there might never end
+                raise DamagedError("its entries are out of order")
+            return older, _as_bytes(key), self._kind.from_bytes(_as_bytes(key), _as_bytes(data))
+        return None
+
     def _count(self, connection: sqlite3.Connection) -> None:
         self._counted_at = time.monotonic()
         self._usage = _usage(connection)
 
 
-def _read_before(
-    connection: sqlite3.Connection, sequence: int
-) -> tuple[int, bytes, CachedEmbedding | None] | None:
-    """Returns sequence number, key and entry (None if damaged) of the newest entry older than `sequence`."""
-    statement = "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
-    for older, key, data in connection.execute(statement, (sequence,)).fetchall():
-        if older >= sequence:  # or reading on from there might never end
-            raise DamagedError("its entries are out of order")
-        return older, _as_bytes(key), CachedEmbedding.from_bytes(_as_bytes(key), _as_bytes(data))
-    return None
+class DiskStore(EntryStore[CachedEmbedding]):
+    """Embeddings in at most `limit` bytes of a folder."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        super().__init__(folder / FILE, limit, CachedEmbedding, "embedding")
+        if os.path.exists(os.path.join(folder, "data.mdb")):
+            self._say("holds data.mdb and lock.mdb of an earlier version, which may be removed")
 
 
 def _usage(connection: sqlite3.Connection) -> Usage:

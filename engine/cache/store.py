@@ -313,13 +313,15 @@ class EmbeddingCache(_Cache[CachedEmbedding]):
             )
             self._warming.start()
 
-    def key(self, text: str, how: str) -> bytes:
+    def key(self, document: str | bytes, how: str) -> bytes:
         """Returns the digest of the fingerprint, a document, and `how` it is read: truncation, limits, the
-        owning tenant."""
+        owning tenant. The document is a text, or the SHA-256 of one in UTF-8."""
+        if isinstance(document, str):
+            document = hashlib.sha256(document.encode("utf-8", "surrogatepass")).digest()
         digest = hashlib.blake2b(self._fingerprint, digest_size=32)
         digest.update(how.encode())
         digest.update(b"\0")
-        digest.update(text.encode("utf-8", "surrogatepass"))
+        digest.update(document)
         return digest.digest()
 
     def get(self, key: bytes) -> CachedEmbedding | None:

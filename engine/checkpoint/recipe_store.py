@@ -45,7 +45,7 @@ _IRRELEVANT = frozenset(
         *("prefix_sharing", "dimensions", "doc_token_pooling", "query_prompt", "document_prompt"),
         *("instruction", "calibration", "window_overlap", "cache_mb", "device_cache_mb", "cache_dir"),
         *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
-        *("cache_by_tenant", "score_label"),
+        *("cache_by_tenant", "document_store_mb", "score_label"),
     }
 )
 # Irrelevant options that change how texts are read.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from maxsimd.engine.cache.disk import DiskStore
+from maxsimd.engine.cache.documents import DocumentTexts
 from maxsimd.engine.cache.embeddings import Precision
 from maxsimd.engine.cache.fingerprint import (
     digest_tensors,
@@ -50,13 +51,25 @@ def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
         # It holds only this model's embeddings, so its weights need not be read for a fingerprint.
         return EmbeddingCache(b"", precision, MemoryStore(memory_limit(config)), None)
     mark = fingerprint(ingredients(model, config, dtype, precision))
-    folder = os.path.expanduser(config.cache_dir)
+    disk = DiskStore(_folder(config.cache_dir), config.cache_disk_mb * MIB)
+    return EmbeddingCache(mark, precision, MemoryStore(memory_limit(config)), disk)
+
+
+def open_texts(config: EngineConfig) -> DocumentTexts | None:
+    """The texts that requests name by digests; None if none are kept."""
+    if config.document_store_mb == 0:
+        return None
+    folder = None if config.cache_dir is None else _folder(config.cache_dir)
+    return DocumentTexts(config.document_store_mb * MIB, folder)
+
+
+def _folder(cache_dir: str) -> Path:
+    folder = os.path.expanduser(cache_dir)
     if folder.startswith("~"):
         raise ModelLoadError(
-            f"cache_dir={config.cache_dir} begins with a home folder that does not exist; give the whole path"
+            f"cache_dir={cache_dir} begins with a home folder that does not exist; give the whole path"
         )
-    disk = DiskStore(Path(folder), config.cache_disk_mb * MIB)
-    return EmbeddingCache(mark, precision, MemoryStore(memory_limit(config)), disk)
+    return Path(folder)
 
 
 def _precision(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> Precision:

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.cache.documents import TenantTexts
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.media import Content
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.maxsim import first_not_finite
 from maxsimd.engine.processors.pages import PageBuilder
-from maxsimd.engine.processors.processor import RequestIds
+from maxsimd.engine.processors.processor import RequestIds, texts_of
 from maxsimd.engine.processors.text.builder import BuiltText, InputName, TextBuilder
-from maxsimd.engine.requests import Item, ScoreRequest
+from maxsimd.engine.requests import DocumentDigest, Item, ScoreRequest, digest_of
 from maxsimd.engine.workers import called_on_each, yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
@@ -122,12 +123,13 @@ class CacheLookup:
         self._own_length = builder.own_length
         self._owned = f" for {owner!r}" if owner else ""
 
-    def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
-        """Returns the embedding of each text, or the keys to cache it under. Counts hits and misses."""
+    def find(self, documents: Sequence[str | DocumentDigest]) -> list[CachedEmbedding | CacheKeys]:
+        """Returns the embedding of each text or digest, or the keys to cache it under. Counts hits and
+        misses."""
         found: list[CachedEmbedding | CacheKeys] = []
-        for text in texts:
+        for document in documents:
             yield_to_smaller()
-            found.append(self._find(text))
+            found.append(self._find(digest_of(document) if isinstance(document, str) else document.value))
         if not self._refresh:
             hits = sum([isinstance(entry, CachedEmbedding) for entry in found])
             self._cache.count(hits, len(found) - hits)
@@ -135,7 +137,7 @@ class CacheLookup:
 
     def find_page(self, digest: bytes) -> tuple[bytes, CachedEmbedding | None]:
         """Returns the key of a picture with this digest, and its cached embedding. Counts a hit or a miss."""
-        key = self._key(digest.hex(), "a picture")
+        key = self._key(digest, "a picture")
         if self._refresh:
             self._cache.drop(key)
             return key, None
@@ -148,21 +150,21 @@ class CacheLookup:
         whole = len(windows) == 1 and not windows[0].truncated
         return keys.plain if whole and self._is_plain(len(windows[0].tokens)) else keys.as_requested
 
-    def _find(self, text: str) -> CachedEmbedding | CacheKeys:
-        plain_key = self._key(text, _AS_IT_IS)
+    def _find(self, digest: bytes) -> CachedEmbedding | CacheKeys:
+        plain_key = self._key(digest, _AS_IT_IS)
         if self._long_inputs.max_document_tokens is None and not self._refresh:
             plain = self._cache.get(plain_key)
             if plain is not None and plain.tokens <= self._long_inputs.limit and self._is_plain(plain.tokens):
                 return plain
-        keys = CacheKeys(plain_key, self._key(text, self._long_inputs.signature))
+        keys = CacheKeys(plain_key, self._key(digest, self._long_inputs.signature))
         if self._refresh:
             self._cache.drop(keys.plain)
             self._cache.drop(keys.as_requested)
             return keys
         return self._cache.get(keys.as_requested) or keys
 
-    def _key(self, text: str, how: str) -> bytes:
-        return self._cache.key(text, how + self._owned)
+    def _key(self, digest: bytes, how: str) -> bytes:
+        return self._cache.key(digest, how + self._owned)
 
     def _is_plain(self, tokens: int) -> bool:
         """Whether any request reads a document alike. One of the checkpoint's own length may be truncated."""
@@ -177,7 +179,8 @@ _Found: TypeAlias = CachedEmbedding | CacheKeys | Document | None
 
 class DocumentReader:
     """Reads the documents of one request: checks sent embeddings, finds cached ones, and builds the others.
-    `lookup` is None if no cache is in use, and `pages` if the model reads only text."""
+    `lookup` is None if no cache is in use, `pages` if the model reads only text, and `texts` if no texts are
+    kept by their digests."""
 
     def __init__(
         self,
@@ -185,15 +188,18 @@ class DocumentReader:
         lookup: CacheLookup | None,
         given: "GivenVectors",
         pages: PageBuilder | None,
+        texts: TenantTexts | None = None,
     ) -> None:
         self.builder = builder
         self._lookup = lookup
         self._given = given
         self._pages = pages
+        self._texts = texts
 
     def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
-        """Reads each different document once. Raises InvalidRequestError for a document that is too long, and
-        RequestTooLargeError as soon as windows have too many tokens."""
+        """Reads each different document once. Raises InvalidRequestError for a document that is too long,
+        RequestTooLargeError as soon as windows have too many tokens, and UnknownDocumentsError for
+        digests."""
         positions: dict[tuple[int, Item], int] = {}
         firsts: list[int] = []
         position_of = []
@@ -203,13 +209,17 @@ class DocumentReader:
                 positions[pair] = len(firsts)
                 firsts.append(i)
             position_of.append(positions[pair])
-        found = self._find({i: request.documents[i] for i in firsts}, ids, bool(request.explain))
+        documents = {i: request.documents[i] for i in firsts}
+        found = self._find(documents, ids, bool(request.explain))
+        if request.has_digests:
+            named = {i: each for i, each in documents.items() if isinstance(each, DocumentDigest)}
+            unknown = {i: each for i, each in named.items() if not isinstance(found[i], CachedEmbedding)}
+            documents |= zip(unknown, texts_of([*unknown.values()], self._texts), strict=True)
         # Documents to explain need their tokens even if nothing is run.
         missing = {
             i: text
-            for i in firsts
-            if isinstance(text := request.documents[i], str)
-            and (request.explain or not isinstance(found[i], CachedEmbedding))
+            for i, text in documents.items()
+            if isinstance(text, str) and (request.explain or not isinstance(found[i], CachedEmbedding))
         }
         encoded = dict(zip(missing, self.builder.encode([*missing.values()], missing), strict=True))
         different: list[Document] = []
@@ -236,7 +246,9 @@ class DocumentReader:
 
     def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
         """Looks up each document by its index; returns what is found in the same order."""
-        texts = {i: document for i, document in documents.items() if isinstance(document, str)}
+        texts = {
+            i: document for i, document in documents.items() if isinstance(document, str | DocumentDigest)
+        }
         cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
         found: dict[int, _Found] = dict(zip(texts, cached, strict=True))
         if len(texts) == len(documents):

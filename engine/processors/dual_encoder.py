@@ -18,6 +18,7 @@ from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.explanations import Explanation, Span, TokenMatch, WindowScore
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.documents import (
+    CacheKeys,
     CacheLookup,
     Document,
     DocumentReader,
@@ -46,7 +47,7 @@ from maxsimd.engine.processors.text.builder import (
     shortest_text,
 )
 from maxsimd.engine.processors.text.tokenization import Origins, TextTokenizer
-from maxsimd.engine.requests import Item, ScoreRequest, Values
+from maxsimd.engine.requests import DocumentDigest, Item, ScoreRequest, Values
 from maxsimd.engine.scoring.maxsim import EMPTY_DOCUMENT_SCORE
 from maxsimd.engine.scoring.scorer import EXPLAINED, CachedDocument, CachedDocuments, ScoringPrice
 from maxsimd.engine.scoring.similarity import matches_of, similarities_of
@@ -63,6 +64,8 @@ _CHARACTERS_PER_MATCH = 64
 MOST_NOTED = 2_000_000
 # The most numbers in the maps of a request's documents.
 MOST_MAPPED = 2_000_000
+# Documents that were added are written by then, unless the disk is slow.
+_SECONDS_TO_WRITE = 2.0
 # The most characters shown of a token: some tokenizers make one of any long word. Its span has all.
 _MOST_SHOWN = 100
 
@@ -367,11 +370,11 @@ class DualEncoderProcessor(ScoreProcessor):
             )
         long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
         builder = self.queries.builder(request, long_inputs)
-        of_documents = TextBuilder(self._tokenizer, self._model.document, long_inputs, "documents")
+        of_documents = self._builder(long_inputs)
         lookup = None
         if self._cache is not None and request.cache != "bypass":
             lookup = CacheLookup(self._cache, request.cache == "refresh", of_documents, request.cache_owner)
-        reader = DocumentReader(of_documents, lookup, self._given, self._pages)
+        reader = DocumentReader(of_documents, lookup, self._given, self._pages, self._kept(request))
         documents = reader.read(request, ids)
         queries = self.queries.read(request, builder, ids)
         if self._windows_as_one:
@@ -407,10 +410,10 @@ class DualEncoderProcessor(ScoreProcessor):
         if self._windows_as_one and (request.normalize or request.explain):
             rows = np.array([query.num_rows for query in queries])
             query_rows = rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
-        texts = None
+        explained_texts = None
         if request.explain:
             check_explained(request, documents, query_rows)
-            texts = (
+            explained_texts = (
                 FieldTexts(request.queries, builder, self._tokenizer),
                 FieldTexts(request.documents, of_documents, self._tokenizer),
             )
@@ -449,9 +452,24 @@ class DualEncoderProcessor(ScoreProcessor):
                 for i, query in enumerate(request.queries)
                 if isinstance(query, Vectors) and len(query)
             },
-            texts=texts,
+            texts=explained_texts,
             is_mean=self._model.similarity == "meanmaxsim",
         )
+
+    def unknown_among(self, digests: Sequence[DocumentDigest], request: ScoreRequest) -> set[DocumentDigest]:
+        if self._cache is None:
+            return super().unknown_among(digests, request)
+        # The cache may have no room for what is still to be written.
+        self._cache.flush(_SECONDS_TO_WRITE)
+        builder = self._builder(self._limits.applied_to(request.truncation))
+        lookup = CacheLookup(self._cache, False, builder, request.cache_owner)
+        found = zip(digests, lookup.find(digests), strict=True)
+        return super().unknown_among(
+            [digest for digest, entry in found if isinstance(entry, CacheKeys)], request
+        )
+
+    def _builder(self, long_inputs: LongInputs) -> TextBuilder:
+        return TextBuilder(self._tokenizer, self._model.document, long_inputs, "documents")
 
     def shortest_sequences(self) -> dict[str, int]:
         roles = {"a query": self._model.query, "a document": self._model.document}

@@ -15,14 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
+from maxsimd.engine.cache.documents import DocumentTexts, TenantTexts
 from maxsimd.engine.cache.store import CachedScore, PairKeys, RunFacts, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError, UnknownDocumentsError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.processors.text.builder import LengthLimits, check_tokens
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, is_broken
 from maxsimd.engine.requests import (
+    DocumentDigest,
     EmbedRequest,
     Scored,
     ScoreOptions,
@@ -34,6 +36,7 @@ from maxsimd.engine.requests import (
     as_scored,
     as_truncation,
     check_paired,
+    digest_of,
 )
 from maxsimd.engine.scoring.scale import Calibration, has_bounds
 from maxsimd.engine.workers import yield_to_smaller
@@ -389,6 +392,22 @@ def _score_keys(request: ScoreRequest, together: bool) -> list[bytes | None]:
     return keys
 
 
+def texts_of(digests: Sequence[DocumentDigest], kept: TenantTexts | None) -> list[str]:
+    """Returns the texts of documents. Raises UnknownDocumentsError if some are not `kept`."""
+    texts = []
+    unknown = []
+    for digest in digests:
+        yield_to_smaller()
+        text = None if kept is None else kept.get(digest.value)
+        if text is None:
+            unknown.append(str(digest))
+        else:
+            texts.append(text)
+    if unknown:
+        raise UnknownDocumentsError.of([*dict.fromkeys(unknown)])
+    return texts
+
+
 def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
     """Raises RequestTooLargeError if explanations could become too long: of the `explain` documents with most
     `lines`."""
@@ -450,7 +469,8 @@ class PrefixSharing:
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessorContext:
     """The model, tokenizer, limits and cache that the processors of one model share. The `cache` is of
-    embeddings or of scores. Items are compared in the precision `scored_in`."""
+    embeddings or of scores, and `texts` are kept by their digests. Items are compared in the precision
+    `scored_in`."""
 
     model: LoadedModel
     tokenizer: TextTokenizer
@@ -459,6 +479,7 @@ class ProcessorContext:
     sharing: PrefixSharing | None = None
     calibration: Calibration | None = None
     scored_in: torch.dtype = torch.float32
+    texts: DocumentTexts | None = None
 
     @property
     def embedding_cache(self) -> EmbeddingCache | None:
@@ -572,7 +593,19 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
         if isinstance(explain, str) and explain != "maps":
             raise InvalidRequestError(f"explain {explain!r} is not known; use true, false or maps", "explain")
         check_paired(request.queries, request.documents)
+        if request.has_digests and self._context.texts is None and self._needs_texts(request):
+            raise InvalidRequestError(
+                "documents cannot be named by digests here: their texts are needed (for this model, for "
+                'explain, or for a cache mode other than "use") and are not kept; give the texts, or set '
+                "document_store_mb",
+                "documents",
+            )
         return request
+
+    def _needs_texts(self, request: ScoreRequest) -> bool:
+        """Whether documents named by digests are read from their texts: cached embeddings do not do."""
+        has_embeddings = self._context.embedding_cache is not None and request.cache == "use"
+        return not has_embeddings or bool(request.explain)
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> ScorePlan:
         if request.instruction is not None and any(isinstance(each, QueryRows) for each in request.queries):
@@ -580,7 +613,7 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
                 "the query is encoded, and the instruction is part of that: give it to encode_query",
                 "instruction",
             )
-        request = self._context.with_instruction(request)
+        request = self._with_texts(self._context.with_instruction(request))
         if not request.skip_unreadable:
             return self.plan(request, ids)
         try:
@@ -593,6 +626,38 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
         if not readable:
             return UnscoredPlan.of(request, errors)
         return ReadablePlan.of(request, self.plan(request.only(readable), ids), errors)
+
+    def keep_texts(self, request: ScoreRequest) -> list[DocumentDigest]:
+        """Keeps the texts of a request's documents, if any are kept. Returns their digests."""
+        digests = [DocumentDigest.of(text) for text in request.document_texts]
+        if (kept := self._kept(request)) is not None:
+            kept.put([(each.value, text) for each, text in zip(digests, request.document_texts, strict=True)])
+        return digests
+
+    def unknown_among(self, digests: Sequence[DocumentDigest], request: ScoreRequest) -> set[DocumentDigest]:
+        """Returns the digests that requests like this one cannot give in place of documents."""
+        kept = self._kept(request)
+        return {each for each in digests if kept is None or kept.get(each.value) is None}
+
+    def _kept(self, request: ScoreRequest) -> TenantTexts | None:
+        return None if self._context.texts is None else self._context.texts.of(request.cache_owner)
+
+    def _with_texts(self, request: ScoreRequest) -> ScoreRequest:
+        """Keeps the texts of a request that names other documents by digests, and replaces the digests where
+        texts are needed. Raises UnknownDocumentsError."""
+        if not request.has_digests or (kept := self._kept(request)) is None:
+            return request
+        texts = [document for document in request.documents if isinstance(document, str)]
+        kept.put([(digest_of(text), text) for text in texts])
+        if not self._needs_texts(request):
+            return request
+        digests = [document for document in request.documents if isinstance(document, DocumentDigest)]
+        found = iter(texts_of(digests, kept))
+        documents = [
+            next(found) if isinstance(document, DocumentDigest) else document
+            for document in request.documents
+        ]
+        return replace(request, documents=tuple(documents))
 
     def _normalization(self, request: ScoreRequest) -> Normalization | None:
         return Normalization.of(self._model, self._context.calibration) if request.normalize else None

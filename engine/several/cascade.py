@@ -76,7 +76,9 @@ async def _refusal(
     """Why the model refuses a document, as far as is known without opening pictures. Raises
     InvalidRequestError for anything else."""
     try:
-        complete: ScoreOptions = {**SCORE_DEFAULTS, **options, "cache": "bypass"}
+        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
+        if isinstance(document, str):
+            complete["cache"] = "bypass"
         request = engine.score_processor.read(query, [document], complete)
         if isinstance(document, str):
             # A picture leaves no more room than the shortest text.

@@ -120,6 +120,13 @@ def cells_of(members: Sequence[Member], size: int = CELL_SIZE) -> tuple[Cell, ..
     return tuple(Cell(number, tuple(group), size) for number, group in groups)
 
 
+def joined(cells: Sequence[Cell]) -> Cell:
+    """A cell of all members, in which each document has one owner, whatever their load."""
+    return Cell(
+        0, tuple([member for cell in cells for member in cell.members]), sum(each.size for each in cells)
+    )
+
+
 def reach_of(cells: Sequence[Cell], load: Callable[[Cell], float], draw: int) -> Reach:
     """Whom a request is spread over: the lighter of two cells that are drawn by a random number `draw` of 64
     bits (Mitzenmacher 2001, "The power of two choices"); and the other of them where there is need."""

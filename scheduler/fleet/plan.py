@@ -9,7 +9,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet.members import Cell, Digests, Member, Reach, reach_of
+from maxsimd.scheduler.fleet.members import Cell, Digests, Member, Reach, joined, reach_of
 
 Tokens = NDArray[np.int64]
 
@@ -22,10 +22,12 @@ _BOUND = 1.25
 class Split(Enum):
     """The ways to spread a request.
 
-    `BY_OWNER`: documents go where their embeddings are cached. `BY_TOKENS`: anywhere, as nothing is cached.
+    `BY_OWNER`: documents go where their embeddings are cached, unless that member is busy. `AT_OWNER`: they
+    go there, busy or not: only their owner has the documents. `BY_TOKENS`: anywhere, as nothing is cached.
     `NEVER`: the model reads all documents together."""
 
     BY_OWNER = "by owner"
+    AT_OWNER = "at owner"
     BY_TOKENS = "by tokens"
     NEVER = "never"
 
@@ -65,6 +67,8 @@ def plan(
         room = _BOUND * (loads.sum() + of_unique.sum()) / len(members) + least_tokens - loads
         choose = _at_one if tokens.sum() <= least_tokens else _at_owners
         chosen = choose(order, of_unique, room)
+    elif split is Split.AT_OWNER:
+        chosen = reach.ranked(unique)[:, 0]
     elif split is Split.BY_TOKENS:
         chosen = _by_tokens(of_unique, loads, least_tokens)
     else:
@@ -218,7 +222,7 @@ class Planner:
         if now > self._forgot + _QUEUES_FOR:
             self.loads.forget_queued()
             self._forgot = now
-        reach = reach_of(cells, self.load, draw)
+        reach = reach_of(cells, self.load, draw) if split is not Split.AT_OWNER else Reach(joined(cells))
         weights = self.seen.weights(reach, digests, tokens) if is_cached else tokens
         loads = self.loads.of(reach.members)
         return reach, plan(digests, tokens, weights, reach, loads, split, least_tokens)

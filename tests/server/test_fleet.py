@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -157,6 +158,25 @@ def test_clearing_the_cache_reaches_all_engines(fleet: Server) -> None:
     assert cached() > 0
     assert httpx.delete(fleet.url + "/cache").status_code == 204
     assert cached() == 0
+
+
+def test_each_engine_finds_its_documents_by_digest(fleet: Server, colbert_server: Server) -> None:
+    texts = [f"{i} {text[:100]}" for i in range(10) for text in DOCUMENTS]
+    added = httpx.post(fleet.url + "/documents", json={"documents": texts[1:]}, timeout=60).json()
+    assert all(each["kept"] for each in added["data"])
+    digests = [sha256(text.encode()).hexdigest() for text in texts]
+    assert [each["digest"] for each in added["data"]] == digests[1:]
+    body: dict[str, Any] = {"query": "a list", "documents": [{"digest": digest} for digest in digests]}
+    missing = httpx.post(fleet.url + "/rerank", json=body, timeout=60)
+    assert (missing.status_code, missing.json()["error"]["unknown_digests"]) == (409, digests[:1])
+    explained = httpx.post(fleet.url + "/rerank", json=body | {"explain": True}, timeout=60)
+    assert explained.status_code == 400, "no engine has all"
+    body["documents"][0] = texts[0]
+    bodies = ((fleet, body), (colbert_server, body | {"documents": texts}))
+    answers = [httpx.post(server.url + "/rerank", json=each, timeout=60).json() for server, each in bodies]
+    assert answers[0]["usage"]["prompt_tokens_details"]["cached_documents"] == len({*texts}) - 1
+    scores = [[each["relevance_score"] for each in answer["results"]] for answer in answers]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-6, abs=1e-5)
 
 
 @pytest.fixture(scope="module")

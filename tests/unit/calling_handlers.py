@@ -18,6 +18,7 @@ GOOD: dict[tuple[str, str], Any] = {
     **{("POST", path): _SCORES for path in ("/score", "/v1/score")},
     **{("POST", path): _RERANKS for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations")},
     **{("POST", path): _RERANKS for path in ("/infinity/rerank", "/infinity/v1/rerank")},
+    **{("POST", path): {"documents": ["d"]} for path in ("/documents", "/v1/documents")},
     ("POST", "/v1/reranking"): {"query": "q", "input": ["d"]},
     ("POST", "/reranking"): _RERANKS,
     ("POST", "/v1/ranking"): _PASSAGES,

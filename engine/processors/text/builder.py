@@ -215,7 +215,7 @@ class LengthLimits:
     side: Side = "right"
     most_vectors: int | None = None
 
-    def applied_to(self, truncation: Truncation, most_tokens: int) -> LongInputs:
+    def applied_to(self, truncation: Truncation, most_tokens: int | None = None) -> LongInputs:
         return LongInputs(truncation, self.longest_sequence, self.window_overlap, most_tokens, self.side)
 
 

@@ -146,6 +146,17 @@ def test_documents_go_to_their_owner_while_it_has_room() -> None:
     assert part.members[0].slot != owners[0], "but not where too many wait"
 
 
+def test_documents_by_digest_have_one_owner_among_all_members() -> None:
+    planner, named = fleets.Planner(), digests(500)
+    planner.loads.sent(fleet(20)[3], 10**9)
+    owners = fleets.ranked(named, range(20))[:, 0]
+    asked = fleets.cells_of(fleet(20), 8), named, np.full(500, 7), fleets.Split.AT_OWNER, 10_000, 0.0
+    for draw in range(5):
+        _, parts = planner.plan(*asked, draw)
+        assert sum(len(part.indices) for part in parts) == 500
+        assert all((owners[part.indices] == part.members[0].slot).all() for part in parts), "busy or not"
+
+
 def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     tokens = np.random.default_rng(0).integers(1, 512, 1_000)
     load = np.array([0, 0, 60_000, 0], dtype=np.int64)
