@@ -86,6 +86,9 @@ class ServerConfig:
         False,
         "Restart a failed engine, except after a GPU error; the fifth failure in ten minutes ends the server",
     )
+    usage_file: str | None = _server(
+        None, "SQLite file that keeps usage by tenant, model and day", metavar="FILE"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _server(
         "info", "Lowest level to log: debug, info, warning or error", metavar="LEVEL"
     )

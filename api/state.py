@@ -10,8 +10,9 @@ import re
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
@@ -26,8 +27,9 @@ from maxsimd.api.logs import dropped_events
 from maxsimd.api.media import MediaSources
 from maxsimd.api.models import SeveralModels, Wanted
 from maxsimd.api.reading import LoggedFields, UnreadField, field_warnings_of
-from maxsimd.engine import EngineDeadError, EngineNotReadyError, InvalidRequestError
-from maxsimd.engine.requests import InputType
+from maxsimd.api.usage import UNNAMED, UsageLog, Used
+from maxsimd.engine import EngineDeadError, EngineNotReadyError, InvalidRequestError, Usage
+from maxsimd.engine.requests import InputType, Timings
 from maxsimd.engine.versions import version
 
 if TYPE_CHECKING:
@@ -286,12 +288,25 @@ class HeldBytes:
         self._bytes = 0
 
 
+class HasUsage(Protocol):
+    """A result of the engine."""
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def timings(self) -> Timings: ...
+
+
 @dataclass(slots=True)
 class RequestNotes:
-    """Fields of the log that are not known at once."""
+    """Facts of one request that are not known at once: for the log, and of its usage, by model."""
 
     tenant: str = ""
     model: str = ""
+    is_admin: bool = False
+    documents: int = 0
+    used: list[tuple[str, Used]] = field(default_factory=list)
 
 
 @contextmanager
@@ -325,6 +340,8 @@ class ServerState:
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.max_body_bytes = config.max_body_mb * 1024 * 1024
+        self.usage = UsageLog(None if config.usage_file is None else Path(config.usage_file).expanduser())
+        engine.metrics.registry.register(self.usage)
         self.tracing = tracing_of_environment()
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
@@ -348,8 +365,8 @@ class ServerState:
         self.metrics.ready.set_function(lambda: self.is_ready)
 
     async def watch(self) -> None:
-        """Measures the event loop's lag and takes changes of the API keys, until cancelled."""
-        await asyncio.gather(self.metrics.watch_lag(), self.keys.watch())
+        """Measures the event loop's lag, takes changes of the API keys and writes usage, until cancelled."""
+        await asyncio.gather(self.metrics.watch_lag(), self.keys.watch(), self.usage.watch())
 
     @property
     def tenant(self) -> str:
@@ -363,6 +380,30 @@ class ServerState:
                 "add name=... to it in --api-key-file, or give texts",
                 "documents",
             )
+
+    @property
+    def is_admin(self) -> bool:
+        return self._notes.is_admin
+
+    def note_documents(self, number: int) -> None:
+        self._notes.documents = number
+
+    def note_used(self, result: HasUsage, model: str = "") -> None:
+        """Notes a result of the model that answers, or of the `model` of a stage, for the tenant's usage."""
+        used = Used.of(self._notes.documents, result.usage, result.timings)
+        if self._notes.used:  # by an earlier stage
+            used.requests = used.documents = 0
+        self._notes.used.append((model or self._notes.model, used))
+
+    def count_usage(self, notes: RequestNotes, status: int) -> None:
+        """Counts a request that was answered, or refused."""
+        is_mistakable = self.usage.is_kept and self.keys.is_mistakable(notes.tenant)
+        tenant = UNNAMED if is_mistakable else notes.tenant
+        for model, used in notes.used:
+            self.usage.count(tenant, model, used)
+        if status in (413, 429):
+            only = self.model_name if self.models is None and self.is_ready else ""
+            self.usage.count(tenant, notes.model or only, Used(refused=1))
 
     @property
     def model_name(self) -> str:

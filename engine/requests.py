@@ -129,12 +129,14 @@ class RunOptions:
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds of a request: waiting to be prepared and for its first step (`queue`), tokenizing and preparing
-    (`tokenise`), in steps (`model`), and of these scoring (`score`)."""
+    (`tokenise`), in steps (`model`), and of these scoring (`score`). `device` is its share of the steps that
+    it was part of, by tokens."""
 
     queue: float = 0.0
     tokenise: float = 0.0
     model: float = 0.0
     score: float = 0.0
+    device: float = 0.0
 
     @property
     def whole(self) -> float:

@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from random import getrandbits
 from typing import Any, cast
@@ -460,8 +460,11 @@ def _total(parts: list[Usage]) -> Usage:
 
 
 def slowest(timings: list[Timings]) -> Timings:
-    """The maxima of parts that ran side by side."""
-    return Timings(*map(max, *map(astuple, timings))) if len(timings) > 1 else timings[0]
+    """The maxima of parts that ran side by side, with the sum of their time on devices."""
+    if len(timings) == 1:
+        return timings[0]
+    device = sum(each.device for each in timings)
+    return replace(Timings(*map(max, *map(astuple, timings))), device=device)
 
 
 def _digest(item: Item | tuple[int, ...]) -> int:

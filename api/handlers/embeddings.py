@@ -470,6 +470,7 @@ async def _vectors(
             )
 
         answer = await wire_answer(build, size)
+    state.note_used(result)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 

@@ -145,6 +145,7 @@ async def handle(
     finally:
         seconds = time.perf_counter() - started
         state.metrics.note_request(label, answer.status, seconds)
+        state.count_usage(notes, answer.status)
         if state.tracing is not None:
             state.tracing.note(method, label, answer, seconds, request_id, headers)
         level = logging.DEBUG if method in ("GET", "HEAD") else logging.INFO
@@ -205,6 +206,7 @@ async def _answer(
     # Posts to the pages' paths need a key.
     is_open = route in OPEN_ROUTES or (route in PAGES and method in ("GET", "HEAD"))
     notes.tenant = "" if is_open else _tenant_of(state, headers)
+    notes.is_admin = route in operating.USAGE and state.keys.is_admin(headers.get("authorization", ""))
     works = _works_at(state, route)
     if not works or (route in _AROUND_NAME and not name):
         raise ApiError(404, "there is no such route; GET /docs has those there are")

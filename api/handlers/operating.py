@@ -1,8 +1,10 @@
 """The routes for people who run a server: health, models, metrics, the cache, and loading and dropping
 models."""
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ from maxsimd.api.models import SeveralModels
 from maxsimd.api.options import in_flags
 from maxsimd.api.reading import unread_fields
 from maxsimd.api.state import ServerState
+from maxsimd.api.usage import as_csv
 from maxsimd.api.wire import AlwaysList, Created, Model, about
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -214,6 +217,50 @@ async def clear_cache(state: ServerState, body: Body) -> Answer:
     return Answer(204)
 
 
+class UsageRow(msgspec.Struct):
+    """Usage of one tenant and model on one day."""
+
+    day: Annotated[str, about("Day, in UTC.", "2026-01-31")]
+    tenant: Annotated[str, about("Tenant of the key; empty without keys.", "search")]
+    model: Model
+    requests: Annotated[int, about("Requests answered.", 120)]
+    documents: Annotated[int, about("Their documents or texts.", 12_000)]
+    tokens: Annotated[int, about("Their tokens.", 1_500_000)]
+    cached_tokens: Annotated[int, about("Tokens of these that did not run.", 900_000)]
+    device_seconds: Annotated[float, about("Their seconds in steps, shared by tokens.", 41.7)]
+    refused: Annotated[int, about("Requests that got a 429 or a 413.", 2)]
+
+
+class UsageReport(msgspec.Struct, kw_only=True):
+    object: AlwaysList = "list"
+    data: Annotated[list[UsageRow], about("By day, tenant and model.")]
+
+
+USAGE = frozenset({"/usage", "/usage.csv"})
+
+
+async def show_usage(state: ServerState) -> Answer:
+    """The tenant's own usage; all usage for keys of admins, and on a server without keys."""
+    rows = await asyncio.to_thread(state.usage.rows, _tenant_shown(state))
+    return json_page(UsageReport(data=[UsageRow(*key, *astuple(used)) for key, used in rows]))
+
+
+async def show_usage_as_csv(state: ServerState) -> Answer:
+    rows = await asyncio.to_thread(state.usage.rows, _tenant_shown(state))
+    return Answer(200, {"Content-Type": "text/csv; charset=utf-8"}, as_csv(rows))
+
+
+def _tenant_shown(state: ServerState) -> str | None:
+    """The tenant whose usage a request may see; None for all. Raises ApiError (403) for a key whose usage is
+    not kept apart."""
+    if state.is_admin or not state.keys.are_asked_for:
+        return None
+    if state.usage.is_kept and state.keys.is_mistakable(state.tenant):
+        message = "usage is kept by the names of keys, and this key has none; add name=... in --api-key-file"
+        raise ApiError(403, message)
+    return state.tenant
+
+
 async def metrics(state: ServerState) -> Answer:
     fleet, registry = state.fleet, state.engine.metrics.registry
     page = generate_latest(registry) if fleet is None else await fleet.metrics()
@@ -233,6 +280,8 @@ ROUTES = (
     get("/models", models, Models, shown=_shown("List the models")),
     get(MODEL_PATH, show_model, ModelCard, shown=_shown("Describe a model")),
     get("/metrics", metrics, CONTENT_TYPE_LATEST.partition(";")[0], shown=_shown("Prometheus metrics")),
+    get("/usage", show_usage, UsageReport, shown=_shown("Usage by day and model; of all tenants for admins")),
+    get("/usage.csv", show_usage_as_csv, "text/csv", shown=_shown("The same as CSV")),
     Route("/cache", ("DELETE",), clear_cache, _shown("Empty the cache"), status=204),
 )
 

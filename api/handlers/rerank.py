@@ -660,6 +660,7 @@ async def _streamed(
                     if documents:
                         size = len(documents) + _num_lines(document.explanation for document in documents)
                         yield await run_in_thread_if_large(size, encoded, documents)
+                state.note_used(stream.result)
                 yield await run_in_thread_if_large(len(stream.result.scores), encoded_last, stream.result)
 
     parts = lines()
@@ -692,6 +693,8 @@ async def _rerank_in_stages(
     done = [StageDone(stage.model, stage.documents, round(stage.milliseconds, 3)) for stage in result.stages]
     with_text = body.return_documents is not False
     warnings = reading.warnings_of(sum(ranking.truncated for ranking in rankings), state.field_warnings, body)
+    for stage in result.stages:
+        state.note_used(stage.ranking, stage.model)
     usage = _sum_of(engine_requests.Usage, [ranking.usage for ranking in rankings])
     timings = _sum_of(Timings, [ranking.timings for ranking in rankings])
 

@@ -139,10 +139,17 @@ async def _handled(form: Form[T, R], state: ServerState, request: T, found: R) -
     async with _timeout_of(request):
         if found is not None and state.reads_pictures:
             found = await state.media.filled(found, state.held)
+        state.note_documents(_num_documents(found))
         if _has_digests(found):
             state.check_owner_of_digests()
         answer = await form.handler(state, request, found)
     return answer.with_field_warnings(state.field_warnings)
+
+
+def _num_documents(found: Any) -> int:
+    """The documents or texts of a request, without its queries."""
+    documents = found[-1] if isinstance(found, tuple) and found else found
+    return len(documents) if isinstance(documents, list) else int(documents is not None)
 
 
 def _has_digests(found: Any) -> bool:
@@ -205,6 +212,7 @@ async def answer_of(
 ) -> Answer:
     """Answers with the wire type that `build` makes with the warnings; see `wire_answer`. With `tei` (see
     `tei_headers`) it has text-embeddings-inference's times too, in whole milliseconds."""
+    state.note_used(result)
     warnings = warnings_of(result.truncated, state.field_warnings, body if tei is None else None)
     warnings = [*(warnings or ()), *more_warnings] or UNSET
     answer = await wire_answer(lambda: build(warnings), items, characters)

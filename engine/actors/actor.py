@@ -104,7 +104,7 @@ class OpenRequest:
         self.future = future
         self.errors: dict[int, str] = {}
         self.missing = num_results
-        self.score_seconds = 0.0
+        self.score_seconds = self.device_seconds = 0.0
         self.refusal_of = refusal_of
         self._arrived = arrived
         self._values: list[Value | None] = [None] * num_results
@@ -156,7 +156,9 @@ class OpenRequest:
         now = time.perf_counter()
         begun = now if self._begun is None else self._begun
         model = max(0.0, now - begun - self.score_seconds)
-        timings = Timings(queue=begun - self._queued, model=model, score=self.score_seconds)
+        timings = Timings(
+            queue=begun - self._queued, model=model, score=self.score_seconds, device=self.device_seconds
+        )
         self.future.set_result(Values(self._values, self.errors, timings))
 
     def fail(self, error: Exception) -> None:

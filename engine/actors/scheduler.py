@@ -42,11 +42,13 @@ _BEYOND_TIMEOUT_AT_FIRST = 10
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A step on the device: its `work` in tokens and by tenant, its unreported parts, the `reported` work."""
+    """A step on the device: its `work` in tokens, by tenant and by request, its unreported parts, and
+    the `reported` work."""
 
     work: int
     parts_left: int
     tenants: dict[str, int]
+    requests: dict[int, int]
     reported: int = 0
 
 
@@ -83,7 +85,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._alarm: asyncio.TimerHandle | None = None
         self._posted: dict[int, OpenRequest] = {}
         self._posted_tokens = 0
-        self._last_report = 0.0
+        self._last_report = self._last_shared = 0.0
         self._shown = (-1, -1)  # waiting tokens and sequences in the metrics
         # Estimates since the last change, by share and size class.
         self._ahead: dict[tuple[Share, int], int] = {}
@@ -215,7 +217,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
             if step is None:
                 return
             work = step.num_tokens + step.other_price
-            self._in_flight[step.step_id] = _InFlight(work, step.num_parts, self._work_by_tenant(step))
+            requests = self._work_by_request(step)
+            tenants = self._work_by_tenant(requests)
+            self._in_flight[step.step_id] = _InFlight(work, step.num_parts, tenants, requests)
             self._metrics.step_tokens.observe(step.num_tokens)
             self._metrics.step_sequences.observe(len(step.chunks))
             for request_id in step.request_ids:
@@ -233,17 +237,36 @@ class SchedulerActor(Actor[SchedulerMessage]):
             return now
         return now + expected - min(max(_SHARE_LEFT * expected, _LEAST_LEFT), _MOST_LEFT)
 
-    def _work_by_tenant(self, step: Step) -> dict[str, int]:
-        work: dict[str, int] = {}
+    def _work_by_request(self, step: Step) -> dict[int, int]:
+        work: dict[int, int] = {}
         parts = [(chunk.sequence.request_id, len(chunk) + chunk.scoring) for chunk in step.chunks]
         others = [(part.request_id, part.price) for part in step.others]
         for request_id, tokens in [*parts, *others]:
-            if (request := self._open.get(request_id)) is not None:
-                work[request.options.tenant] = work.get(request.options.tenant, 0) + tokens
+            work[request_id] = work.get(request_id, 0) + tokens
+        return {request_id: tokens for request_id, tokens in work.items() if request_id in self._open}
+
+    def _work_by_tenant(self, requests: dict[int, int]) -> dict[str, int]:
+        work: dict[str, int] = {}
+        for request_id, tokens in requests.items():
+            tenant = self._open[request_id].options.tenant
+            work[tenant] = work.get(tenant, 0) + tokens
         return work
+
+    def _share_time(self, step: _InFlight, seconds: float) -> None:
+        """Divides the time of a step, or of a stage of it, among its open requests, by their work. Time that
+        two of them overlap counts once."""
+        if seconds <= 0:
+            return
+        now = time.perf_counter()
+        new, self._last_shared = min(seconds, now - self._last_shared), now
+        still_open = [(self._open[id], work) for id, work in step.requests.items() if id in self._open]
+        whole = sum(work for _, work in still_open)
+        for request, work in still_open:
+            request.device_seconds += new * work / whole
 
     def _account(self, report: StepReport) -> None:
         step = self._in_flight[report.step_id]
+        self._share_time(step, report.seconds)
         step.parts_left -= report.num_parts
         step.reported += report.num_tokens + report.other_price
         self._metrics.tokens.inc(report.num_tokens)

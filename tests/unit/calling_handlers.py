@@ -36,7 +36,7 @@ GOOD: dict[tuple[str, str], Any] = {
     **{("GET", path): None for path in ("/", "/docs", "/health", "/ready", "/ping", "/info", "/version")},
     ("GET", "/api/version"): None,
     **{("GET", path): None for path in ("/models", "/v1/models", "/infinity/models", "/infinity/v1/models")},
-    **{("GET", path): None for path in ("/metrics", "/openapi.json")},
+    **{("GET", path): None for path in ("/metrics", "/openapi.json", "/usage", "/usage.csv")},
     ("DELETE", "/cache"): None,
 }
 POSTED = sorted(path for method, path in GOOD if method == "POST")
