@@ -12,7 +12,10 @@ from maxsimd.engine.config import option
 _server, _processes = partial(option, group="server"), partial(option, group="processes")
 _security, _main_limit = partial(option, group="security"), partial(option, group="limits")
 _limit = partial(option, within="limit")
-_COUNTS = ("max_body_mb", "max_bodies_mb", "max_documents", "max_images", "max_connections")
+_COUNTS = (
+    *("max_body_mb", "max_bodies_mb", "max_documents", "max_images", "max_connections"),
+    *("batch_file_mb", "batch_mb", "batch_days"),
+)
 _TIMEOUTS = ("header_seconds", "transfer_seconds", "idle_seconds", "replica_timeout_seconds")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
@@ -89,6 +92,12 @@ class ServerConfig:
     usage_file: str | None = _server(
         None, "SQLite file that keeps usage by tenant, model and day", metavar="FILE"
     )
+    batch_dir: str | None = _server(
+        None, "Folder of batch jobs and their files; servers may share it", metavar="FOLDER"
+    )
+    batch_file_mb: int = _limit(200, "Largest file of batch requests, in MiB")
+    batch_mb: int = _limit(4096, "Most MiB of a tenant's files, with the results of its batch jobs")
+    batch_days: int = _limit(30, "Days after which files and batch jobs are dropped")
     log_level: Literal["debug", "info", "warning", "error"] = _server(
         "info", "Lowest level to log: debug, info, warning or error", metavar="LEVEL"
     )

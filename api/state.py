@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from maxsimd import __version__
 from maxsimd.api.answer import Answer, ApiError, no_such_model, quoted
+from maxsimd.api.batches import BatchStore
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import dropped_events
@@ -342,6 +343,9 @@ class ServerState:
         self.max_body_bytes = config.max_body_mb * 1024 * 1024
         self.usage = UsageLog(None if config.usage_file is None else Path(config.usage_file).expanduser())
         engine.metrics.registry.register(self.usage)
+        self.batches = None
+        if config.batch_dir is not None:
+            self.batches = BatchStore(Path(config.batch_dir).expanduser(), config)
         self.tracing = tracing_of_environment()
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
@@ -380,6 +384,20 @@ class ServerState:
                 "add name=... to it in --api-key-file, or give texts",
                 "documents",
             )
+
+    def batches_of_tenant(self) -> BatchStore:
+        """Raises ApiError without a folder for batches, and for a key that may be taken for another one."""
+        if self.batches is None:
+            message = (
+                "this server runs no batch jobs; start it with --batch-dir, or send the requests themselves"
+            )
+            raise ApiError(404, message)
+        if self.keys.is_mistakable(self.tenant):
+            message = (
+                "files and batch jobs are kept by the names of keys, and this key has none; add name=... "
+            )
+            raise ApiError(403, message + "in --api-key-file")
+        return self.batches
 
     @property
     def is_admin(self) -> bool:

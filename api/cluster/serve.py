@@ -23,6 +23,7 @@ from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.fleet_engine import FleetEngine, FrontView, check_limits
 from maxsimd.api.fleet.link import Address, Door, NetAddress
 from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.handlers import watch as watch_beside
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.process import (
@@ -103,7 +104,7 @@ class Front:
         watch(scorers, self._scorers_changed)
         watch(own_handle(), self._fronts_changed)
         self._starting = asyncio.create_task(self._engine.start())
-        self._watching = asyncio.create_task(self._state.watch())
+        self._watching = asyncio.create_task(watch_beside(self._state))
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._starting), _PATIENCE)
         found = "has found scorers" if self._engine.is_healthy else "has found no scorer yet"

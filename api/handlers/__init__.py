@@ -2,6 +2,6 @@
 limits, request ids, timing, errors, the log line and metrics. Adapters (`api/http/app.py`) own connections
 and decompression, and cancel `handle` when a client has gone away, which counts as status 499."""
 
-from maxsimd.api.handlers.handle import handle
+from maxsimd.api.handlers.handle import handle, watch
 
-__all__ = ["handle"]
+__all__ = ["handle", "watch"]

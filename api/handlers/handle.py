@@ -11,7 +11,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from maxsimd.api.answer import Answer, ApiError, LineSender, Sink, WholeAnswer, as_api_error, error_answer
+from maxsimd.api.batches import run_batches
 from maxsimd.api.handlers import (
+    batches,
     classification,
     documents,
     embeddings,
@@ -78,6 +80,7 @@ _ALL = (
     *embeddings.ROUTES,
     *classification.ROUTES,
     *tokens.ROUTES,
+    *batches.ROUTES,
     *tei.ROUTES,
     *vendor_embeddings.COHERE_ROUTES,
     *vendor_embeddings.VOYAGE_ROUTES,
@@ -103,6 +106,8 @@ _BASES = ("/v1", "/v2", vendor_reranks.INFINITY, f"{vendor_reranks.INFINITY}/v1"
 # The text before and after `{name}` in each route that has a model name.
 _AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
+# What a form adds to a file.
+_FORM_BYTES = 64 * 1024
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -162,6 +167,16 @@ async def handle(
     return whole.or_else(completed(answer))
 
 
+async def watch(state: ServerState) -> None:
+    """Does all that goes on beside requests, until cancelled: watches files and runs batch jobs."""
+    if state.batches is None:
+        await state.watch()
+        return
+    ask = functools.partial(batches.ask_as, ROUTES, state)
+    jobs = run_batches(state.batches, ask, lambda: state.is_ready)
+    await asyncio.gather(state.watch(), jobs)
+
+
 def route_of(path: str) -> tuple[str, str]:
     """The route that a path means, and the model's name in it. Clients add a slash at the end, or a whole
     path behind a base URL that has one, such as /v1/v2/rerank or /infinity/embeddings. In names they may
@@ -215,7 +230,10 @@ async def _answer(
         raise ApiError(405, f"this route takes {allowed}", headers={"Allow": allowed})
     if works[method] in _CHANGES.values():
         operating.check_allowed(state, headers)
-    refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
+    most_bytes = state.max_body_bytes
+    if route == batches.FILES and state.batches is not None:
+        most_bytes = state.batches.most_file_bytes + _FORM_BYTES
+    refused = refusal(headers, most_bytes) if method == "POST" else None
     if refused is not None:
         raise refused
     answer = await works[method](state.for_request(notes, name), body)

@@ -23,6 +23,7 @@ _GROUPS = {
     Group.EMBED: "In the shapes of OpenAI, Jina, Voyage and vLLM.",
     Group.CLASSIFY: "In the shapes of vLLM and Infinity.",
     Group.TOKENS: "How the model reads a text.",
+    Group.BATCHES: "OpenAI's files and batch jobs, on a server with `--batch-dir`.",
     Group.TEI: "Routes for clients of text-embeddings-inference and Hugging Face.",
     Group.COHERE: "Routes for Cohere's clients, beside /v2/rerank.",
     Group.OTHERS: "Routes for clients of other services.",
@@ -166,14 +167,15 @@ def _operation(route: Route, schema_of: Callable[..., Page], is_open: bool) -> P
     if route.kinds:
         body = {"schema": schema_of(*route.kinds), "example": route.shown.example}
         operation["requestBody"] = {"required": True, "content": {_JSON: body}}
+    is_of_batches = route.shown.group is Group.BATCHES
     if "{name}" in route.path:
         operation["parameters"] = [
             {
                 "name": "name",
                 "in": "path",
                 "required": True,
-                "description": "Name of a served model.",
-                "example": "all-MiniLM-L6-v2",
+                "description": "Id." if is_of_batches else "Name of a served model.",
+                "example": "file-6b1c0e" if is_of_batches else "all-MiniLM-L6-v2",
                 "schema": {"type": "string"},
             }
         ]

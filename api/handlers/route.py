@@ -52,6 +52,7 @@ class Group(StrEnum):
     EMBED = "Embed"
     CLASSIFY = "Classify"
     TOKENS = "Tokens"
+    BATCHES = "Batch jobs"
     TEI = "text-embeddings-inference"
     COHERE = "Cohere"
     OTHERS = "Other services"

@@ -11,7 +11,7 @@ from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
 from maxsimd.api.answer import Answer, ApiError, error_answer
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers import handle
+from maxsimd.api.handlers import handle, watch
 from maxsimd.api.handlers.bodies import decompressed, encoding_of, refusal, unreadable_body
 from maxsimd.api.http.connections import SERVER, Connection, as_response
 from maxsimd.api.state import FleetView, ServerState, Serving
@@ -131,7 +131,7 @@ async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
 
 async def _watch(app: web.Application) -> AsyncIterator[None]:
     state = app[STATE]
-    watcher = asyncio.create_task(state.watch())
+    watcher = asyncio.create_task(watch(state))
     yield
     watcher.cancel()
     await asyncio.gather(watcher, return_exceptions=True)

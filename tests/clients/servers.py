@@ -30,7 +30,8 @@ def running() -> Iterator[dict[str, str]]:
         keys = Path(temporary) / "keys.txt"
         keys.write_text("limited requests_per_minute=20\n")
         kinds = {
-            "LATE_INTERACTION_URL": names, "BI_ENCODER_URL": ["--score-type", "bi-encoder", *names],
+            "LATE_INTERACTION_URL": names,
+            "BI_ENCODER_URL": ["--score-type", "bi-encoder", "--batch-dir", f"{temporary}/batches", *names],
             "CROSS_ENCODER_URL": [cross_encoder, *names], "TWO_MODELS_URL": ["--config", str(two)],
             "LIMITED_URL": ["--api-key-file", str(keys), *names],
         }  # fmt: skip
