@@ -1,4 +1,4 @@
-"""The examples of docs/clients.md, rag.md and databases.md, which their clients' interpreters run."""
+"""The examples of docs/clients.md and other pages, which their clients' interpreters run."""
 
 import re
 import subprocess
@@ -11,9 +11,11 @@ from tests.clients import environments
 PAGE = environments.ROOT / "docs" / "clients.md"
 RAG = environments.ROOT / "docs" / "rag.md"
 DATABASES = environments.ROOT / "docs" / "databases.md"
+BATCH_JOBS = environments.ROOT / "docs" / "batch-jobs.md"
 # The server of a page: what its examples call it, and which of ours stands for it.
 URL = "http://127.0.0.1:8000"
-SERVERS = {PAGE: "LATE_INTERACTION_URL", RAG: "TWO_MODELS_URL", DATABASES: "TWO_MODELS_URL"}
+SERVERS = {PAGE: "LATE_INTERACTION_URL", RAG: "TWO_MODELS_URL", DATABASES: "TWO_MODELS_URL",
+           BATCH_JOBS: "BI_ENCODER_URL"}  # fmt: skip
 # Examples with this passage ask what it answers, so they print it first.
 _ANSWER = "Gustave Eiffel's company designed and built the tower."
 # The client that is in no catalogue, as it needs no environment.

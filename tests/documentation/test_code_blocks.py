@@ -1,4 +1,4 @@
-"""Code blocks run as they stand; those of clients, databases, rag.md and quickstart.md are run elsewhere."""
+"""Code blocks run as they stand; those that need a client, and quickstart.md's, are run elsewhere."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def _blocks(page: Path) -> list[Block]:
 
 
 _BLOCKS = [block for page in (*BESIDE_DOCS, *sorted(ROOT.glob("docs/**/*.md"))) for block in _blocks(page)]
-_OF_CLIENTS = {ROOT / "docs" / name for name in ("clients.md", "rag.md", "databases.md")}
+_OF_CLIENTS = {ROOT / "docs" / name for name in ("clients.md", "rag.md", "databases.md", "batch-jobs.md")}
 
 
 def blocks_of(language: str) -> list[Block]:
