@@ -69,7 +69,7 @@ class Clients:
             documents = rng.sample(texts, rng.randrange(1, 25))
             body = {"query": QUERY, "documents": documents, "cache": "bypass", "return_documents": True}
             try:
-                answer = httpx.post(self._url + "/rerank", json=body, timeout=120)
+                answer = httpx.post(self._url + "/rerank", json=body, timeout=600)
             except httpx.TransportError as error:
                 self.failed.append(repr(error))
                 continue
@@ -91,7 +91,7 @@ class Clients:
 
 def right_scores(url: str, documents: Sequence[str]) -> dict[str, float]:
     body = {"queries": QUERY, "documents": [*documents], "cache": "bypass"}
-    data = httpx.post(url + "/score", json=body, timeout=120).json()["data"]
+    data = httpx.post(url + "/score", json=body, timeout=600).json()["data"]
     return {documents[each["index"]]: each["score"] for each in data}
 
 

@@ -69,7 +69,7 @@ def held_steps(engine: Engine, after: int = 0) -> Iterator[threading.Event]:
     def held(step: Step) -> Any:
         parts = (*(chunk.sequence for chunk in step.chunks), *step.others)
         if any(part.request_id > before for part in parts) and next(steps) >= after:
-            assert go_on.wait(120)
+            assert go_on.wait(1200)
         return forward(step)
 
     runner.forward = held

@@ -22,7 +22,7 @@ class Pause:
 
     def here(self, *_: object) -> None:
         self.is_there.set()
-        assert self.may_go_on.wait(120)
+        assert self.may_go_on.wait(1200)
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
 
@@ -35,12 +35,12 @@ class Pause:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Looks again and again; TimeoutError when it does not come true."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(600):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
     """The same without an event loop."""
     deadline = time.monotonic() + seconds
     while not condition():

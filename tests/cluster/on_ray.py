@@ -45,7 +45,7 @@ def ray_session(cores: int = 16) -> Iterator[str]:
         with suppress(Exception):
             serve.shutdown()
         ray.shutdown()
-        wait_for(lambda: not any(each.is_there for each in started), 60)
+        wait_for(lambda: not any(each.is_there for each in started))
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -76,7 +76,7 @@ def delete(name: str) -> None:
 
 def num_ready(url: str) -> int:
     with suppress(httpx.TransportError):
-        answer = httpx.get(url + "/ready", timeout=10)
+        answer = httpx.get(url + "/ready", timeout=600)
         if answer.status_code == 200:
             return int(answer.json()["replicas"]["ready"])
     return 0

@@ -217,7 +217,7 @@ def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
     (tmp_path / "in" / "a.jsonl").write_text('{"id": "first", "document": "\\ud800"}')
     command = ["cluster", "score", str(tmp_path / "in"), str(tmp_path / "out"), "--query", QUERIES[0]]
     command += ["--batch-size", "3", "--dtype", "float32"]
-    ran = subprocess.run([installed_command(), *command], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([installed_command(), *command], capture_output=True, text=True, timeout=600)
     assert "9 of 9 rows" in ran.stderr
     assert ran.returncode == 0
     with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:

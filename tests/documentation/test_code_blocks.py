@@ -77,7 +77,7 @@ def test_python_on_ray_runs_as_it_stands(tmp_path: Path) -> None:
     script, environment = tmp_path / "shown.py", os.environ | {"HF_HUB_OFFLINE": "1"}
     for block in filter(_on_ray, blocks_of("python")):
         script.write_text(block.text, encoding="utf-8")
-        subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, check=True, timeout=120)
+        subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, check=True, timeout=600)
 
 
 def test_json_and_yaml_can_be_read(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Watched]:
     watched = Watched(context.new_page())
     page = watched.page
     page.set_default_timeout(30_000)
-    expect.set_options(timeout=30_000)
+    expect.set_options(timeout=300_000)
     page.on("request", lambda request: watched.requests.append(request.url))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
 

@@ -34,7 +34,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum over all processes of the server."""
-        lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
+        lines = httpx.get(self.url + "/metrics", timeout=600).text.splitlines()
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         process, names = re.compile(r'(?<={)(front|replica)="\d+",?'), (name, f"{name}{{}}")
         return sum(float(value) for sample, value in values if process.sub("", sample) in names)

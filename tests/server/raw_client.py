@@ -42,7 +42,7 @@ class RawClient:
         self.socket = socket.socket()
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(30)
+        self.socket.settimeout(600)
         self.socket.connect((parts.hostname, parts.port))
         self._opened = time.monotonic()
 

@@ -124,7 +124,7 @@ def test_a_changed_download_is_named(download: Download, tmp_path: Path, start_s
     data[-1] ^= 1
     weights.write_bytes(data)
     server = start_server(str(folder), "--offline", ready=False, environment=NO_HUB)
-    assert server.process.wait(timeout=120) == 1
+    assert server.process.wait(timeout=600) == 1
     assert f"{weights} is" in server.log
     assert "download the checkpoint again" in server.log
     assert "Traceback" not in server.log

@@ -77,13 +77,13 @@ def qwen(module_starter: StartServer, checkpoints: SharedCheckpoints) -> Server:
 
 
 def post(server: Server, path: str, **body: Any) -> Any:
-    response = httpx.post(server.url + path, json=body, timeout=60)
+    response = httpx.post(server.url + path, json=body, timeout=600)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def refusal(server: Server, path: str, **body: Any) -> str:
-    response = httpx.post(server.url + path, json=body, timeout=60)
+    response = httpx.post(server.url + path, json=body, timeout=600)
     assert response.status_code in (400, 413), response.text
     return str(response.json()["error"]["message"])
 
@@ -163,7 +163,7 @@ def test_the_event_loop_goes_on_while_large_pictures_are_read(pages: Server) -> 
     async def run() -> tuple[list[float], float]:
         times = []
         loop = asyncio.get_running_loop()
-        async with httpx.AsyncClient(base_url=pages.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=pages.url, timeout=600) as client:
             began = loop.time()
             large = [asyncio.create_task(client.post("/score", content=body)) for _ in range(2)]
             while not all(task.done() for task in large):

@@ -17,7 +17,7 @@ RESTARTING = (*OPTIONS, "--restart-on-failure")
 
 def _ask(server: Server, *documents: str) -> httpx.Response:
     body = {"queries": "capital", "documents": ["Paris is a capital", *documents], "cache": "bypass"}
-    return httpx.post(server.url + "/score", json=body, timeout=60)
+    return httpx.post(server.url + "/score", json=body, timeout=600)
 
 
 def _score(server: Server) -> float:

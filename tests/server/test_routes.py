@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 
 
 def post(server: Server, path: str, body: Any, status: int = 200) -> Any:
-    response = httpx.post(server.url + path, json=body, timeout=60)
+    response = httpx.post(server.url + path, json=body, timeout=600)
     assert response.status_code == status, response.text
     return response.json()
 

@@ -40,7 +40,7 @@ LIGHT = {"query": "q", "documents": ["d"]}
 class Serving:
     def __init__(self, url: str, status: asyncio.Task[int], engine: Engine, verify: Any) -> None:
         self.url, self.status, self.engine = url, status, engine
-        self.client = httpx.AsyncClient(base_url=url, timeout=60, verify=verify)
+        self.client = httpx.AsyncClient(base_url=url, timeout=600, verify=verify)
         self._is_told = False
 
     def terminate(self) -> None:
@@ -69,7 +69,7 @@ async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Ser
         scheme, verify = "https", ssl.create_default_context(cafile=config.tls_cert)
     running = Serving(f"{scheme}://{config.host}:{config.port}", status, engine, verify)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while not await running.is_ready():
                 await asyncio.sleep(0.05)
         yield running
@@ -77,7 +77,7 @@ async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Ser
         await running.client.aclose()
         if not status.done():
             running.terminate()
-        await asyncio.wait_for(status, 60)
+        await asyncio.wait_for(status, 600)
 
 
 async def test_a_server_listens_until_drained(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
@@ -88,12 +88,12 @@ async def test_a_server_listens_until_drained(caplog: pytest.LogCaptureFixture, 
         assert server.url.startswith("http://127.0.0.2:")
         body = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(8)]}
         # A connection that stays open, and so gets through to a server that no longer listens.
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as other:
+        async with httpx.AsyncClient(base_url=server.url, timeout=600) as other:
             assert (await other.post("/rerank", json=LIGHT)).status_code == 200
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
             server.terminate()
-            await asyncio.wait_for(stops[0].signaled(), 60)
+            await asyncio.wait_for(stops[0].signaled(), 600)
             async with httpx.AsyncClient(base_url=server.url) as late:
                 probe = await late.get("/ready")
             assert (probe.status_code, probe.json()) == (503, {"status": "draining"})
@@ -112,7 +112,7 @@ async def test_a_server_listens_until_drained(caplog: pytest.LogCaptureFixture, 
         answer = await heavy
         assert (answer.status_code, len(answer.json()["results"])) == (200, 8)
         assert answer.headers["Connection"] == "close"
-        assert await asyncio.wait_for(server.status, 120) == 0
+        assert await asyncio.wait_for(server.status, 600) == 0
         assert not server.engine.is_healthy
     assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in caplog.messages)
     assert f"{server.url}/" in caplog.messages
@@ -123,7 +123,7 @@ async def test_a_dead_engine_ends_it(caplog: pytest.LogCaptureFixture, bert_cros
     async with serving(bert_cross_encoder, host="0.0.0.0") as server:
         assert "can use it; set --api-key or --api-key-file" in caplog.text
         server.engine._died("of old age", None)
-        assert await asyncio.wait_for(server.status, 120) == 1
+        assert await asyncio.wait_for(server.status, 600) == 1
 
 
 async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:
@@ -209,7 +209,7 @@ async def test_a_certificate_means_https_alone(certificate: tuple[str, str], ber
             with pytest.raises(httpx.TransportError):
                 await other.get(server.url.replace("https", "http") + "/health")
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-        assert await asyncio.wait_for(reader.read(), 60) == b""
+        assert await asyncio.wait_for(reader.read(), 600) == b""
         writer.close()
 
 

@@ -39,7 +39,7 @@ def several(
 def _ask(server: Server, model: str | None, query: str = "capital", **more: Any) -> httpx.Response:
     named = {} if model is None else {"model": model}
     body = {"query": query, "documents": DOCUMENTS, "cache": "bypass", **named, **more}
-    return httpx.post(server.url + "/rerank", json=body, headers=ADMIN, timeout=120)
+    return httpx.post(server.url + "/rerank", json=body, headers=ADMIN, timeout=600)
 
 
 def _ranked(server: Server, model: str | None, **more: Any) -> dict[int, float]:
@@ -68,17 +68,17 @@ def test_a_model_that_dies_fails_its_own_and_can_be_reloaded(several: Server) ->
     page = httpx.get(several.url + "/metrics", headers=ADMIN).text
     assert 'maxsimd_model_served{model="org/doomed"} 0.0' in page
     url = several.url + "/v1/models/org/doomed"
-    assert httpx.post(url, json={}, headers=ADMIN, timeout=120).json()["state"] == "ok"
+    assert httpx.post(url, json={}, headers=ADMIN, timeout=600).json()["state"] == "ok"
     assert _ranked(several, "org/doomed") == pytest.approx(before["org/doomed"], rel=1e-5)
 
 
 def test_without_any_model_left_the_server_ends_with_status_1(several: Server) -> None:
-    dropped = httpx.delete(several.url + "/v1/models/org/doomed", headers=ADMIN, timeout=120)
+    dropped = httpx.delete(several.url + "/v1/models/org/doomed", headers=ADMIN, timeout=600)
     assert dropped.status_code == 204
     gone = _ask(several, "org/doomed")
     assert gone.status_code == 404
     assert "has been dropped; served here: `embed`, `rerank`" in gone.json()["error"]["message"]
     for name in ("embed", "rerank"):
         assert _ask(several, name, query="lose").status_code == 503
-    assert several.process.wait(60) == 1
+    assert several.process.wait(600) == 1
     assert "no model is left" in several.log or "rerank is not served: " in several.log

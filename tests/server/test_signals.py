@@ -57,7 +57,7 @@ def test_requests_longer_than_the_grace_period_get_a_503(start_server: StartServ
     options = ("--grace-seconds", "1", "--max-batch-tokens", "512")
     server = start_server(*options, before=None if ON_RAY else slow_steps)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(httpx.post, server.url + "/rerank", json=HEAVY, timeout=120)
+        answer = threads.submit(httpx.post, server.url + "/rerank", json=HEAVY, timeout=600)
         wait_for(lambda: server.metric("maxsimd_queue_tokens") > 0)
         asked = time.monotonic()
         assert server.terminate() == 0
@@ -88,7 +88,7 @@ def test_a_client_that_leaves_takes_its_request_along(small_steps: Server, strea
     before = small_steps.log.count("POST /rerank 499")
     cancelled = small_steps.metric("maxsimd_cancelled_requests_total")
     if stream:
-        with httpx.stream("POST", small_steps.url + "/rerank", json=BODY, timeout=120) as answer:
+        with httpx.stream("POST", small_steps.url + "/rerank", json=BODY, timeout=600) as answer:
             lines = answer.iter_lines()  # that it is forgotten would end the request
             assert next(lines)
             assert has_work()
@@ -107,7 +107,7 @@ def test_a_server_that_is_told_to_stop_finishes_its_lines(small_steps: Server) -
 
     def read() -> None:
         body = BODY | {"documents": DOCUMENTS[:16]}
-        with httpx.stream("POST", small_steps.url + "/rerank", json=body, timeout=120) as answer:
+        with httpx.stream("POST", small_steps.url + "/rerank", json=body, timeout=600) as answer:
             assert answer.headers["content-type"] == "application/x-ndjson"
             for line in answer.iter_lines():
                 lines.append(line)
@@ -115,10 +115,10 @@ def test_a_server_that_is_told_to_stop_finishes_its_lines(small_steps: Server) -
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(60)
+    assert begun.wait(600)
     small_steps.process.send_signal(signal.SIGTERM)
     reader.join()
-    assert small_steps.process.wait(timeout=60) == 0
+    assert small_steps.process.wait(timeout=600) == 0
     *scored, last = map(json.loads, lines)
     assert sorted(one["index"] for one in scored) == list(range(16))
     assert last["usage"]

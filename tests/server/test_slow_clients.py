@@ -140,13 +140,13 @@ def test_the_slowest_reader_is_cut_off_to_free_memory(small_server: Server) -> N
         received = clients[number - 1].receive()
         assert received.closed
         assert len(received.data) < 3_000_000, "it has not got all of its answer"
-    assert httpx.post(server.url + "/rerank", content=RERANK, timeout=20).status_code == 200
+    assert httpx.post(server.url + "/rerank", content=RERANK, timeout=600).status_code == 200
     for client in clients:
         client.close()
 
 
 def _is_served(server: Server) -> bool:
-    return httpx.post(server.url + "/rerank", content=RERANK, timeout=20).status_code == 200
+    return httpx.post(server.url + "/rerank", content=RERANK, timeout=600).status_code == 200
 
 
 @pytest.mark.one_process
@@ -192,7 +192,7 @@ def test_small_requests_are_answered_beside_a_long_text(cross_encoder_server: Se
     times, url = 2_000_000 // len(words), cross_encoder_server.url  # some seconds of tokenising
 
     def count(text: str) -> int:
-        return int(httpx.post(url + "/tokenize", json={"text": text}, timeout=300).json()["count"])
+        return int(httpx.post(url + "/tokenize", json={"text": text}, timeout=600).json()["count"])
 
     with ThreadPoolExecutor(1) as threads:
         long, small = threads.submit(count, words * times), 0

@@ -24,9 +24,9 @@ async def test_an_engine_ranks_the_answer_first() -> None:
 
 def test_a_server_ranks_the_answer_first_and_ends(start_server: StartServer) -> None:
     server = start_server(installed=True)
-    response = httpx.post(server.url + "/rerank", json={"query": QUERY, "documents": DOCUMENTS}, timeout=60)
+    response = httpx.post(server.url + "/rerank", json={"query": QUERY, "documents": DOCUMENTS}, timeout=600)
     assert response.status_code == 200, response.text
     assert response.json()["results"][0]["index"] == 1
-    refused = httpx.post(server.url + "/rerank", json={"documents": DOCUMENTS}, timeout=60)
+    refused = httpx.post(server.url + "/rerank", json={"documents": DOCUMENTS}, timeout=600)
     assert refused.status_code == 400, refused.text
     assert server.terminate() == 0

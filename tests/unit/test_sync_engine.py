@@ -37,7 +37,7 @@ def _interrupts() -> Iterator[None]:
 
 def interrupt_at(pause: Pause) -> threading.Thread:
     def press() -> None:
-        pause.is_there.wait(60)
+        pause.is_there.wait(600)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=press)
@@ -79,7 +79,7 @@ def test_several_threads_may_close_it_at_once(bge: str) -> None:
         with ThreadPoolExecutor(8) as threads:
             scores = [threads.submit(engine.score, "query", TEXTS) for _ in range(3)]
             for close in [threads.submit(engine.close) for _ in range(5)]:
-                close.result(60)
+                close.result(600)
             for score in scores:  # it came in time, or is told why not
                 error = score.exception(60)
                 assert error is None or isinstance(error, EngineNotReadyError)
@@ -91,7 +91,7 @@ def test_a_ranker_of_a_framework_starts_once_for_several_threads(bge: str) -> No
     ranker = Ranker(None, bge, {"dtype": "float32", "threads": 1})
     with ThreadPoolExecutor(3) as threads:
         ranked = [threads.submit(ranker.rank, "query", TEXTS, 2, None, False) for _ in range(3)]
-        assert [len(places.result(60)) for places in ranked] == [2, 2, 2]
+        assert [len(places.result(600)) for places in ranked] == [2, 2, 2]
     ranker.close()
 
 
@@ -106,13 +106,13 @@ def test_a_close_waits_for_results_that_are_being_made(bge: str, monkeypatch: py
     engine = new_engine(bge).start()
     with ThreadPoolExecutor(2) as threads:
         score = threads.submit(engine.score, "query", TEXTS)
-        pause.is_there.wait(60)
+        pause.is_there.wait(600)
         close = threads.submit(engine.close)
         wait_for(lambda: not engine._engine.is_healthy)
         assert not wait([close], 0.3).done
         pause.may_go_on.set()
-        assert len(score.result(60).scores) == 20
-        close.result(60)
+        assert len(score.result(600).scores) == 20
+        close.result(600)
 
 
 def test_a_stream_may_be_left_after_a_close(bge: str) -> None:
@@ -142,7 +142,7 @@ def test_a_close_waits_for_a_start_in_another_thread(bge: str) -> None:
         start = threads.submit(engine.start)
         wait_for(lambda: engine._thread is not None or start.done())
         engine.close()
-        assert start.result(60) is engine
+        assert start.result(600) is engine
     with pytest.raises(EngineNotReadyError, match="not running"):
         engine.score("query", TEXTS)
 
@@ -250,6 +250,6 @@ UNFINISHED = r"(stopping with \d requests unfinished when the grace is over\n)?"
 @pytest.mark.parametrize(("code", "said"), [(ENDS, UNFINISHED), (GIVES_UP, ""), (LEFT, ""), (UNSTOPPED, "")])
 def test_a_process_ends_beside_daemons_and_loads(bge: str, code: str, said: str) -> None:
     command = [sys.executable, "-c", code.replace("MODEL", repr(bge))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert re.fullmatch(said, done.stderr)

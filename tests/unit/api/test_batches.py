@@ -60,7 +60,7 @@ async def running(store: BatchStore, ask: Callable[..., Any]) -> AsyncIterator[N
 
 
 async def ended(store: BatchStore, batch: Batch, tenant: str = "a") -> Batch:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while not (found := store.batch(tenant, batch.id)).is_over:
             await asyncio.sleep(0.01)
     return found
@@ -217,7 +217,7 @@ async def test_jobs_over_http_belong_to_their_tenant(tmp_path: Path, monkeypatch
             assert (await ask("POST", "/v1/batches", body=json.dumps(job | more).encode()))[0] == 400
         _, batch = await ask("POST", "/v1/batches", body=json.dumps(job).encode())
         watching = asyncio.create_task(watch(state))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while batch["status"] != "completed":
                 await asyncio.sleep(0.05)
                 _, batch = await ask("GET", f"/v1/batches/{batch['id']}")

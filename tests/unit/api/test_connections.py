@@ -98,16 +98,16 @@ async def test_a_table_is_quiet_when_all_wait_and_then_empty(room: Room) -> None
         await asyncio.sleep(0.001)
         assert not quiet.done()
     room.enter("first", Phase.CLOSING)
-    await asyncio.wait_for(quiet, 120)
+    await asyncio.wait_for(quiet, 600)
     room.leave("first")
     await asyncio.sleep(0.001)
     assert not empty.done()
     room.leave("second")
-    await asyncio.wait_for(empty, 120)
+    await asyncio.wait_for(empty, 600)
     connection = Connection(web.Server(Mock()), room.table, asyncio.get_running_loop())
     connection.forget()
     connection._enter(Phase.IDLE, 1.0)  # as when the answer to its last request is done with
-    await asyncio.wait_for(room.table.until_empty(), 120)
+    await asyncio.wait_for(room.table.until_empty(), 600)
 
 
 async def test_upgrade_is_renamed_in_heads_and_never_in_bodies(room: Room) -> None:

@@ -87,7 +87,7 @@ async def test_an_engine_is_started_until_it_runs_or_is_given_up(caplog: pytest.
         assert message in caplog.text
     _, _, state, loading = _set_up(lambda: None, _never)
     assert await loading.first()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(600):
         assert not await loading.again(state)
     assert (state.comes_back, "loading its model takes longer than" in caplog.text) == (False, True)
 
@@ -99,7 +99,7 @@ async def test_a_signal_ends_it_and_the_server_has_not_failed(caplog: pytest.Log
         restarting = asyncio.create_task(loading.again(state))
         await asyncio.sleep(0.02)
         stop.is_signaled = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(600):
             assert not await restarting
         assert state.comes_back
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -141,7 +141,7 @@ async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
 
     async def wait() -> None:
         async with state.in_flight():
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
     waiting = [asyncio.create_task(wait()) for _ in range(3)]
     quiet = asyncio.create_task(state.until_quiet())
@@ -154,7 +154,7 @@ async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
     for task in waiting:
         with pytest.raises(EngineNotReadyError, match="shutting down"):
             await task
-    await asyncio.wait_for(quiet, 120)
+    await asyncio.wait_for(quiet, 600)
     assert state.end_requests() == 0
     with pytest.raises(TimeoutError):
         async with state.in_flight():

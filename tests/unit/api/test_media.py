@@ -53,7 +53,7 @@ async def hosting() -> AsyncIterator[Host]:
         if kind == "around":
             raise web.HTTPFound("/around")
         if kind == "slow":
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         if kind == "endless":
             response = web.StreamResponse(headers={"Content-Type": "image/png"})
             await response.prepare(request)

@@ -221,11 +221,11 @@ def test_folders_of_killed_fleets_are_removed(tmp_path: Path, monkeypatch: pytes
     assert not Path(living).exists()
 
 
-@pytest.mark.parametrize("end", ["1 / 0", "time.sleep(60)"])
+@pytest.mark.parametrize("end", ["1 / 0", "time.sleep(3600)"])
 def test_output_that_nobody_takes_delays_no_exit(end: str) -> None:
     output = f"sys.stdout = type('', (), {{'flush': lambda self: {end}}})()"
     code = f"import sys, time\nfrom maxsimd.api import process\n{output}\nprocess.exit_at_once(3)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 3
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=600).returncode == 3
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: s
     clock = asyncio.get_running_loop().time
     before = clock()
     os.kill(os.getpid(), number)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         assert await stop.signaled_within(100)
         await asked
     assert stop.is_signaled
@@ -272,7 +272,7 @@ def test_a_server_that_ignores_hangups_goes_on_doing_so(left: list[int]) -> None
 async def test_a_second_signal_ends_it_at_once(left: list[int], number: signal.Signals, caplog: Any) -> None:
     stop = process.Stop(grace=100)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(stop.signaled(), 120)
+    await asyncio.wait_for(stop.signaled(), 600)
     assert left == []
     os.kill(os.getpid(), number)
     await until(lambda: left == [128 + number])

@@ -290,7 +290,7 @@ async def test_errors_are_raised_by_the_iteration(source: Engine) -> None:
         async with source.stream(QUERY, documents, **options) as stream:
             for _ in range(2):  # also when it goes on after the error
                 with pytest.raises(error):
-                    await asyncio.wait_for(anext(stream), 10)
+                    await asyncio.wait_for(anext(stream), 600)
     with pytest.raises(TypeError, match="no argument top_n"):
         source.stream(QUERY, DOCUMENTS, top_n=3)  # type: ignore[call-arg]
     # Documents without a score are left out.

@@ -221,7 +221,7 @@ T = TypeVar("T")
 
 def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = False) -> T:
     with closing(WorkerPool(threads, lambda: has_enough)) as pool:
-        return pool.submit(function, 1).future.result(60)
+        return pool.submit(function, 1).future.result(600)
 
 
 def test_results_and_the_first_error_come_in_order() -> None:
@@ -273,8 +273,8 @@ def test_work_that_is_withdrawn_ends_in_both_threads() -> None:
 
     with closing(WorkerPool(2)) as pool:
         work = pool.submit(lambda: [*called_on_each(call, range(2))], 1)
-        assert begun.wait(60)
+        assert begun.wait(600)
         work.withdraw()
         with pytest.raises(WithdrawnError):
-            work.future.result(60)
+            work.future.result(600)
     assert helpers() == []

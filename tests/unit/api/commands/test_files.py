@@ -154,7 +154,7 @@ def test_links_are_followed_and_devices_written_into(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         read = threads.submit(pipe.read_text)
         write_to(pipe)
-        assert read.result(60) == line
+        assert read.result(600) == line
     with pytest.raises(click.ClickException, match="cannot write /dev/full: no space left on device"):
         write_to(Path("/dev/full"))
     assert Path("/dev/full").is_char_device()

@@ -160,7 +160,7 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
     async with fleet(tmp_path, 2, timeout=0.3) as (front, engines):
         silent, other = engines
         silent.answers.clear()
-        result = await asyncio.wait_for(front.score("q", DOCUMENTS), 60)
+        result = await asyncio.wait_for(front.score("q", DOCUMENTS), 600)
         assert (result.scores, silent.asked, front.size) == (LENGTHS, [], (1, 2))
         registry = front.metrics.registry
         assert registry.get_sample_value("maxsimd_replicas_silent") == 1
@@ -180,7 +180,7 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
     async with fleet(tmp_path, 1, timeout=0.2) as (front, (engine,)):
         engine.answers.clear()
         asking = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while front.is_healthy:  # what is sent is no sign of life
                 asking.append(asyncio.create_task(front.score("q", ["abc"])))
                 await asyncio.sleep(0.01)
@@ -235,7 +235,7 @@ async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> N
     begun, ended, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def work() -> None:
-        end = time.monotonic() + 100
+        end = time.monotonic() + 3600
         loop.call_soon_threadsafe(begun.set)
         try:
             while time.monotonic() < end:
@@ -248,7 +248,7 @@ async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> N
         working = asyncio.create_task(front.in_thread(work, 1))
         await begun.wait()
         working.cancel()
-        await asyncio.wait_for(ended.wait(), 50)
+        await asyncio.wait_for(ended.wait(), 600)
 
 
 async def test_one_with_a_locked_cache_gets_no_work(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
@@ -279,7 +279,7 @@ async def test_one_with_a_locked_cache_gets_no_work(tmp_path: Path, monkeypatch:
 async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> None:
     async def wait(engine: StandIn, question: object) -> None:
         if engine is engines[0]:
-            await asyncio.sleep(100)
+            await asyncio.sleep(3600)
 
     async with fleet(tmp_path, 1, wait, wire.Command.CLEAR_CACHE, timeout=0.3) as (front, engines):
         other = replace_first(front, engines)
@@ -288,7 +288,7 @@ async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> No
         engines[0].answers.clear()
         asking = asyncio.create_task(front.score("q", ["abc"]))
         await other.door.open(other.path)
-        assert (await asyncio.wait_for(asking, 60)).scores == [3.0]
+        assert (await asyncio.wait_for(asking, 600)).scores == [3.0]
 
 
 def _documents(count: int, seed: int = 0) -> list[str]:
@@ -424,13 +424,13 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
     lack_a_disk = AsyncMock(side_effect=OSError("no space left on the device"))
     async with fleet(tmp_path, 1, lack_a_disk) as (front, _):
         with pytest.raises(errors.RequestFailedError, match="inside of the engine"):
-            await asyncio.wait_for(front.score("q", ["a"]), 20)
+            await asyncio.wait_for(front.score("q", ["a"]), 600)
 
 
 async def test_a_stream_gives_what_comes_and_then_the_rest_but_for_what_is_late(tmp_path: Path) -> None:
     async def hang(engine: StandIn, question: Any) -> None:
         if isinstance(question, wire.Rank) or (question.run.timeout and engine is engines[1]):
-            await asyncio.sleep(100)
+            await asyncio.sleep(3600)
 
     async with fleet(tmp_path, 3, hang, (wire.Score, wire.Rank)) as (front, engines):
         for timeout in (None, 0.2):
@@ -477,7 +477,7 @@ async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> N
         may_answer.set()
         assert (await first).scores == [3.0], "it answers what it was asked"
         assert ((await second).scores, [len(engine.asked) for engine in engines]) == ([2.0], [1, 1])
-        await asyncio.wait_for(engines[0].door.until_left(), 120)
+        await asyncio.wait_for(engines[0].door.until_left(), 600)
         roster.set_listed([Listed(7, UnixAddress(other.path))])
         assert [member.slot for member in roster.members] == [7]
 
@@ -608,7 +608,7 @@ async def test_where_the_encoding_engine_dies_three_try(tmp_path: Path) -> None:
 async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> None:
     async def slow(engine: StandIn, question: wire.EncodeQuery) -> None:
         if question.run.timeout is None:
-            await asyncio.sleep(100)
+            await asyncio.sleep(3600)
         await asyncio.sleep(question.run.timeout or 0)
         raise errors.RequestTimeoutError.after(question.run.timeout or 0)
 

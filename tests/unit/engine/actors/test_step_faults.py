@@ -297,7 +297,7 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
         for statement in _statements(passed, function, which):
             # Whether a request comes this way hangs on what arrives together.
             for _ in range(10):
-                async with Engine(config) as engine, asyncio.timeout(30):
+                async with Engine(config) as engine, asyncio.timeout(600):
                     found = await workload.run_with(function, statement, engine)
                     if not workload.faults.raised:
                         continue
@@ -343,7 +343,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
             monkeypatch.setattr(engine.device_model.runner, "forward", broken)
         else:
             _arrive_by(monkeypatch, broken)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(600):
             found = await workload.run(engine)
         assert (engine.is_healthy, [type(one) for one in found]) == (False, [EngineDeadError] * len(found))
         assert broken.call_count == 1 or where == "arrival"

@@ -219,7 +219,7 @@ def test_a_second_engine_leaves_the_locks_of_the_first(disk: DiskStore, folder: 
         other = subprocess.run([sys.executable, "-c", code, folder / FILE], capture_output=True, check=False)
         assert b"database is locked" in other.stderr
         connection.execute("COMMIT")
-    opening.join(20)
+    opening.join(600)
     assert not opening.is_alive()
 
 

@@ -154,7 +154,7 @@ class Written:
         self.entries: dict[bytes, cached.CachedEmbedding] = {}
 
     def write(self, entries: list[tuple[bytes, cached.CachedEmbedding]]) -> None:
-        self.go.wait(120)
+        self.go.wait(1200)
         self.entries |= dict(entries)
 
 
@@ -327,7 +327,7 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
     go = threading.Event()
 
     def newest() -> Iterator[tuple[bytes, cached.CachedEmbedding]]:
-        go.wait(120)
+        go.wait(1200)
         yield key(1), entry(1)
 
     disk: Any = _Disk(newest())

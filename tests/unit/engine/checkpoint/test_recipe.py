@@ -255,7 +255,7 @@ def test_serving_imports_no_library(checkpoints: SharedCheckpoints, monkeypatch:
     for path in paths:
         load_device_model(EngineConfig(model=path))
     command = [sys.executable, "-c", _SERVING, ",".join(UNWANTED), *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.strip() == "[]"
 
 

@@ -194,7 +194,7 @@ async def test_a_small_request_is_done_before_a_large(colbert: Any, vectors: Any
     monkeypatch.setattr(engine.processors.scores, "_price", ScoringPrice(0.001))
     scorer: Any = engine._actors._scorer
     score, go_on = scorer.score, threading.Event()
-    monkeypatch.setattr(scorer, "score", lambda *given: go_on.wait(120) and score(*given))
+    monkeypatch.setattr(scorer, "score", lambda *given: go_on.wait(1200) and score(*given))
     documents = [rows[0] + i for i in range(40)]
     large = asyncio.create_task(colbert.score(query, documents))
     await until(lambda: colbert.stats().steps_in_flight > 0)

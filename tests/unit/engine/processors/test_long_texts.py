@@ -197,11 +197,11 @@ def test_a_caller_that_goes_away_ends_the_reading(read: Any, monkeypatch: pytest
     batches = tokenized(monkeypatch, tokenizer)
     monkeypatch.setattr(tokenizer, "_encode_batch", pause.before(tokenizer._encode_batch))
     work = pool.submit(lambda: read(tokenizer, "word " * 100_000), 500_000)
-    assert pause.is_there.wait(120)
+    assert pause.is_there.wait(600)
     work.withdraw()
     pause.may_go_on.set()
     with pytest.raises(WithdrawnError):
-        work.future.result(20)
+        work.future.result(600)
     assert len(batches) == 1
     pool.close()
 

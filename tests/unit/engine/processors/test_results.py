@@ -39,7 +39,7 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
         with pytest.raises(ZeroDivisionError):
             await run_in_thread_if_large(values, lambda: 1 // 0)
     with pytest.raises(RuntimeError, match="StopIteration"):
-        await asyncio.wait_for(run_in_thread_if_large(1000, lambda: next(iter(()))), 60)
+        await asyncio.wait_for(run_in_thread_if_large(1000, lambda: next(iter(()))), 600)
     assert (Values([0.5] * 501, {}).work, Values([np.zeros((1, 384), np.float32)] * 10, {}).work) == (501, 19)
     assert Values([np.zeros((512, 128), np.float32)] * 2, {}).work == 655
 
