@@ -1,7 +1,7 @@
 """Batch jobs, as OpenAI's: files of requests that run behind interactive work, resumable, and their results.
 
-A folder holds the files, and a database of files and jobs that processes share: one of them runs a job, and
-another one takes it over when that one is silent."""
+A folder holds the files, and a database of files and jobs that processes share. A process claims a job, and
+keeps its claim alive while it runs it; a claim that is silent may be taken by another process."""
 
 import asyncio
 import logging
@@ -32,18 +32,20 @@ Status: TypeAlias = Literal[
 MOST_LINES = 50_000
 WINDOW_SECONDS = 24 * 3600
 _MIB = 1024 * 1024
-# Files and jobs of one tenant.
+# Files, and jobs, of one tenant.
 _MOST_KEPT = 1000
 # Errors of a file that are named, and metadata of a job in JSON.
 _MOST_ERRORS, _LONGEST_METADATA = 100, 16 * 1024
-# Requests of one job at a time: enough for full steps. Jobs of one process, and of one tenant everywhere.
-_AT_ONCE, _MOST_JOBS, _MOST_OF_TENANT = 16, 8, 2
-# A job of a process that has been silent so long goes to another one.
-_SILENT_SECONDS, _LOOK_SECONDS, _LOOKS_BETWEEN_DROPS = 30.0, 1.0, 600
+# Requests of one job at a time: enough for full steps. Their bytes; jobs of one process, and of one tenant.
+_AT_ONCE, _MOST_BYTES, _MOST_JOBS, _MOST_OF_TENANT = 16, 32 * _MIB, 8, 2
+# A job is given up after so many claims: it may be what ends the processes.
+_MOST_CLAIMS = 20
+_SILENT_SECONDS, _LOOK_SECONDS, _LOOKS_BETWEEN_DROPS = 60.0, 1.0, 600
+# Uploads and files that no row names are removed when they are this old.
+_LEFT_SECONDS = 24 * 3600
 # Wait before a request that the server had no room for is sent again.
 _LEAST_WAIT, _LONGEST_WAIT = 1.0, 30.0
-_RETRIED = frozenset({429, 503})
-
+RETRIED = frozenset({429, 503})
 
 _Id = Annotated[str, about("Id.", "file-6b1c0e")]
 _Time = Annotated[int, about("Unix time, in seconds.", 1767225600)]
@@ -116,20 +118,31 @@ class Batch(msgspec.Struct, kw_only=True):
         if status != "validating":
             setattr(self, f"{status}_at", int(time.time()))
 
+    def fail(self, code: str, message: str) -> None:
+        self.errors = BatchErrors([BatchError(code=code, message=message)])
+        self.become("failed")
+
 
 class Line(msgspec.Struct, kw_only=True):
-    """A line of a job's file: a request."""
+    """A line of a job's file: a request. Its body stays undecoded, whatever it holds."""
 
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: msgspec.Raw
     method: str = "POST"
+
+
+class _OfBody(msgspec.Struct):
+    """Fields of a body that matter to a job."""
+
+    stream: Any = None
+    priority: Any = None
 
 
 class _Response(msgspec.Struct):
     status_code: int
     request_id: str
-    body: Any
+    body: msgspec.Raw
 
 
 class _Result(msgspec.Struct, kw_only=True):
@@ -143,21 +156,31 @@ class _Seen(msgspec.Struct):
     custom_id: str
 
 
+_LINES = msgspec.json.Decoder(Line)
+_BODIES = msgspec.json.Decoder(_OfBody)
+_SEEN = msgspec.json.Decoder(_Seen)
+
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, tenant TEXT, created REAL, expires REAL, "
     "bytes INTEGER, info TEXT)",
     "CREATE TABLE IF NOT EXISTS batches (id TEXT PRIMARY KEY, tenant TEXT, created REAL, expires REAL, "
-    "is_over INTEGER, wants_end INTEGER, owner TEXT, seen REAL, info TEXT)",
+    "is_over INTEGER, is_cancelled INTEGER, claims INTEGER, claim TEXT, seen REAL, info TEXT)",
 )
 
 
+class LostClaimError(Exception):
+    """Another process runs the job now, or it is over."""
+
+
 class BatchStore:
-    """The files and jobs of all tenants in a folder. Methods may wait for the disk. Raises SetupError for a
-    folder that cannot be used, and ApiError (404) for what a tenant does not have."""
+    """The files and jobs of all tenants in a folder. Methods may wait for the disk. They raise ApiError: 404
+    for what a tenant does not have, 503 while the folder cannot be used. Raises SetupError for a folder that
+    cannot be used from the start."""
 
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self._folder = folder
         self.most_file_bytes = config.batch_file_mb * _MIB
+        self.most_line_bytes = config.max_body_mb * _MIB
         self._most_bytes = config.batch_mb * _MIB
         self._days = config.batch_days
         self._database = folder / "batches.sqlite3"
@@ -165,110 +188,120 @@ class BatchStore:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self._database, os.O_RDWR | os.O_CREAT, 0o600))
-            with self._change() as connection:
+            with self._connection("IMMEDIATE") as connection:
                 for table in _TABLES:
                     connection.execute(table)
         except (OSError, sqlite3.Error) as error:
             raise SetupError(
-                f"the folder of batches {str(folder)!r} cannot be used: {error}; name another (--batch-dir)"
+                f"the folder {str(folder)!r} cannot be used for batches: {error}; name another (--batch-dir)"
             ) from error
 
     # Files.
 
     def new_path(self) -> Path:
         """A new file that only this user may read."""
-        path = self._folder / f"upload-{uuid.uuid4().hex}"
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        return path
+        return _private(self._folder / f"upload-{uuid.uuid4().hex}")
 
     @contextmanager
-    def uploading(self, tenant: str) -> Iterator[Callable[[int], int]]:
-        """For one upload: a function that counts more of its bytes, and returns those of all uploads of the
-        tenant to this process."""
+    def uploading(self, tenant: str, room: int) -> Iterator[Callable[[int], None]]:
+        """For one upload: a function that counts more of its bytes. It raises ApiError (413) once the uploads
+        of the tenant to this process have more than its `room`."""
         own = 0
 
-        def count(more: int) -> int:
+        def count(more: int) -> None:
             nonlocal own
             own += more
             self._uploads[tenant] = self._uploads.get(tenant, 0) + more
-            return self._uploads[tenant]
+            if self._uploads[tenant] > room:
+                raise self._quota_error()
 
         try:
             yield count
         finally:
-            if count(-own) == 0:
+            self._uploads[tenant] = self._uploads.get(tenant, 0) - own
+            if not self._uploads[tenant]:
                 del self._uploads[tenant]
 
     def room(self, tenant: str) -> int:
-        """Bytes that the tenant's files may still take."""
-        with self._change() as connection:
-            query = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ?"
-            used: int = connection.execute(query, (tenant,)).fetchone()[0]
+        """Bytes that the tenant's files, and the results of its jobs, may still take."""
+        with self._connection() as connection:
+            return self._room(connection, tenant)
+
+    def _room(self, connection: sqlite3.Connection, tenant: str) -> int:
+        query = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ?"
+        used: int = connection.execute(query, (tenant,)).fetchone()[0]
+        query = "SELECT id FROM batches WHERE tenant = ? AND is_over = 0"
+        for (id,) in connection.execute(query, (tenant,)).fetchall():
+            used += sum(_size(self._path(result)) for result in _results_of(id))
         return self._most_bytes - used
 
-    def too_much(self) -> ApiError:
-        message = (
-            f"your files would have more than {self._most_bytes // _MIB} MiB (--limit batch_mb); delete some"
-        )
+    def _quota_error(self) -> ApiError:
+        most = self._most_bytes // _MIB
+        message = f"your files would have more than {most} MiB (--limit batch_mb); delete some"
         return ApiError(413, message, "file")
 
-    def add_file(self, tenant: str, path: Path, name: str, purpose: str) -> FileInfo:
-        """Takes a file over."""
-        size, now = path.stat().st_size, time.time()
-        info = FileInfo(
-            id=f"file-{uuid.uuid4().hex}",
-            bytes=size,
-            created_at=int(now),
-            filename=name,
-            purpose=purpose,
-            expires_at=int(now + self._days * 86_400),
-        )
-        with self._change() as connection:
-            query = "SELECT COUNT(*) FROM files WHERE tenant = ?"
-            number = connection.execute(query, (tenant,)).fetchone()[0]
-            if purpose == "batch" and number >= _MOST_KEPT:
-                raise ApiError(413, f"you have {number} files, and no more are kept; delete some", "file")
+    def add_file(self, tenant: str, path: Path, name: str) -> FileInfo:
+        """Takes a file of requests over."""
+        size = path.stat().st_size
+        info = self._info(f"file-{uuid.uuid4().hex}", size, name, "batch")
+        with self._connection("IMMEDIATE") as connection:
+            self._check_number(connection, tenant)
+            if size > self._room(connection, tenant):
+                raise self._quota_error()
+            self._insert(connection, tenant, info)
             os.replace(path, self._path(info.id))
-            row = (info.id, tenant, now, info.expires_at, size, _encoded(info))
-            connection.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
         return info
 
     def file(self, tenant: str, id: str) -> FileInfo:
-        with self._change() as connection:
-            found = connection.execute(
-                "SELECT info FROM files WHERE id = ? AND tenant = ?", (id, tenant)
-            ).fetchone()
+        with self._connection() as connection:
+            query = "SELECT info FROM files WHERE id = ? AND tenant = ?"
+            found = connection.execute(query, (id, tenant)).fetchone()
         if found is None:
             raise ApiError(404, "there is no such file", "id")
         return msgspec.json.decode(found[0], type=FileInfo)
 
     def files(self, tenant: str) -> list[FileInfo]:
         """The newest first."""
-        with self._change() as connection:
+        with self._connection() as connection:
             query = "SELECT info FROM files WHERE tenant = ? ORDER BY created DESC"
-            return [
-                msgspec.json.decode(info, type=FileInfo) for (info,) in connection.execute(query, (tenant,))
-            ]
+            found = connection.execute(query, (tenant,)).fetchall()
+        return [msgspec.json.decode(info, type=FileInfo) for (info,) in found]
 
     def path_of(self, tenant: str, id: str) -> Path:
         return self._path(self.file(tenant, id).id)
 
     def delete_file(self, tenant: str, id: str) -> None:
-        """A job that runs goes on with what it has read."""
+        """Raises ApiError (409) for a file that a job still reads."""
         self.file(tenant, id)
-        with self._change() as connection:
+        with self._connection("IMMEDIATE") as connection:
+            query = "SELECT info FROM batches WHERE tenant = ? AND is_over = 0"
+            for (info,) in connection.execute(query, (tenant,)).fetchall():
+                if (batch := msgspec.json.decode(info, type=Batch)).input_file_id == id:
+                    raise ApiError(409, f"{batch.id} still reads this file; wait for it, or cancel it", "id")
             connection.execute("DELETE FROM files WHERE id = ?", (id,))
         self._path(id).unlink(missing_ok=True)
+
+    def _info(self, id: str, size: int, name: str, purpose: str) -> FileInfo:
+        now = int(time.time())
+        expires = now + self._days * 86_400
+        return FileInfo(id=id, bytes=size, created_at=now, filename=name, purpose=purpose, expires_at=expires)
+
+    def _insert(self, connection: sqlite3.Connection, tenant: str, info: FileInfo) -> None:
+        row = (info.id, tenant, time.time(), info.expires_at, info.bytes, _encoded(info))
+        connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def _check_number(self, connection: sqlite3.Connection, tenant: str) -> None:
+        query = "SELECT COUNT(*) FROM files WHERE tenant = ?"
+        if (number := connection.execute(query, (tenant,)).fetchone()[0]) >= _MOST_KEPT:
+            raise ApiError(413, f"you have {number} files, and no more are kept; delete some", "file")
 
     # Jobs.
 
     def add_batch(self, tenant: str, endpoint: str, file: str, metadata: dict[str, Any] | None) -> Batch:
         if metadata is not None and len(msgspec.json.encode(metadata)) > _LONGEST_METADATA:
             raise ApiError(400, f"metadata has more than {_LONGEST_METADATA} characters", "metadata")
-        info = self.file(tenant, file)
-        if info.purpose != "batch":
-            message = 'the file is not one of requests; upload it with the purpose "batch"'
-            raise ApiError(400, message, "input_file_id")
+        if self.file(tenant, file).purpose != "batch":
+            raise ApiError(400, "the file has results; upload one of requests", "input_file_id")
         now = int(time.time())
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",
@@ -278,41 +311,40 @@ class BatchStore:
             expires_at=now + WINDOW_SECONDS,
             metadata=metadata,
         )
-        with self._change() as connection:
+        with self._connection("IMMEDIATE") as connection:
+            self._check_number(connection, tenant)
             of_tenant = "FROM batches WHERE tenant = ? AND is_over ="
             if connection.execute(f"SELECT COUNT(*) {of_tenant} 0", (tenant,)).fetchone()[0] >= _MOST_KEPT:
-                raise ApiError(
-                    413, f"{_MOST_KEPT} of your batches are not over; wait for some, or cancel them"
-                )
+                message = f"{_MOST_KEPT} of your batches are not over; wait for some, or cancel them"
+                raise ApiError(413, message)
             # Older ones that are over make room.
             latest = f"SELECT id {of_tenant} 1 ORDER BY created DESC LIMIT {_MOST_KEPT - 1}"
-            query = f"DELETE {of_tenant} 1 AND id NOT IN ({latest})"
-            connection.execute(query, (tenant, tenant))
+            connection.execute(f"DELETE {of_tenant} 1 AND id NOT IN ({latest})", (tenant, tenant))
             expires = now + self._days * 86_400
-            row = (batch.id, tenant, time.time(), expires, 0, 0, None, 0.0, _encoded(batch))
-            connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            row = (batch.id, tenant, time.time(), expires, 0, 0, 0, None, 0.0, _encoded(batch))
+            connection.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return batch
 
     def batch(self, tenant: str, id: str) -> Batch:
-        with self._change() as connection:
+        with self._connection() as connection:
             return self._batch(connection, tenant, id)
 
     def batches(self, tenant: str) -> list[Batch]:
         """The newest first."""
-        with self._change() as connection:
+        with self._connection() as connection:
             query = "SELECT info FROM batches WHERE tenant = ? ORDER BY created DESC"
-            return [msgspec.json.decode(info, type=Batch) for (info,) in connection.execute(query, (tenant,))]
+            found = connection.execute(query, (tenant,)).fetchall()
+        return [msgspec.json.decode(info, type=Batch) for (info,) in found]
 
     def cancel(self, tenant: str, id: str) -> Batch:
-        """Whoever runs the job ends it shortly."""
-        with self._change() as connection:
+        """The process that runs the job, or one that claims it, ends it shortly."""
+        with self._connection("IMMEDIATE") as connection:
             batch = self._batch(connection, tenant, id)
             if batch.is_over:
-                message = f"the batch is {batch.status} already"
-                raise ApiError(409, message, "id")
+                raise ApiError(409, f"the batch is {batch.status} already", "id")
             if batch.status != "cancelling":
                 batch.become("cancelling")
-            query = "UPDATE batches SET wants_end = 1, info = ? WHERE id = ?"
+            query = "UPDATE batches SET is_cancelled = 1, info = ? WHERE id = ?"
             connection.execute(query, (_encoded(batch), id))
         return batch
 
@@ -325,75 +357,126 @@ class BatchStore:
 
     # For the process that runs a job.
 
-    def claim(self, owner: str) -> tuple[str, Batch] | None:
-        """The oldest job that nobody runs, of tenants with few running jobs, and its tenant. From now on
-        `owner` runs it."""
-        now = time.time()
-        with self._change() as connection:
-            alive = "b.is_over = 0 AND b.owner IS NOT NULL AND b.seen >= ?"
+    def claim(self) -> "Claim | None":
+        """Claims the oldest job that nobody runs, of a tenant that has few running ones, or a cancelled
+        one."""
+        now, claim = time.time(), uuid.uuid4().hex
+        silent = now - _SILENT_SECONDS
+        with self._connection("IMMEDIATE") as connection:
+            running = "b.is_over = 0 AND b.is_cancelled = 0 AND b.claim IS NOT NULL AND b.seen >= ?"
+            few = f"(SELECT COUNT(*) FROM batches AS b WHERE b.tenant = a.tenant AND {running}) < ?"
             query = (
-                "SELECT id, tenant, info FROM batches AS a WHERE is_over = 0 AND (owner IS NULL OR seen < ?) "
-                f"AND (SELECT COUNT(*) FROM batches AS b WHERE b.tenant = a.tenant AND {alive}) < ? "
-                "ORDER BY created LIMIT 1"
+                "SELECT id, tenant, claims, info FROM batches AS a WHERE is_over = 0 AND "
+                f"(claim IS NULL OR seen < ?) AND (is_cancelled = 1 OR {few}) "
+                "ORDER BY is_cancelled DESC, created LIMIT 1"
             )
-            silent = now - _SILENT_SECONDS
             found = connection.execute(query, (silent, silent, _MOST_OF_TENANT)).fetchone()
             if found is None:
                 return None
-            connection.execute("UPDATE batches SET owner = ?, seen = ? WHERE id = ?", (owner, now, found[0]))
-        return found[1], msgspec.json.decode(found[2], type=Batch)
+            id, tenant, claims, info = found
+            query = "UPDATE batches SET claim = ?, claims = claims + 1, seen = ? WHERE id = ?"
+            connection.execute(query, (claim, now, id))
+        return Claim(claim, tenant, claims + 1, msgspec.json.decode(info, type=Batch))
 
-    def note(self, owner: str, batch: Batch) -> bool:
-        """Writes what a job has come to, if `owner` still runs it. Returns whether somebody wants its end."""
-        with self._change() as connection:
-            query = "SELECT owner, wants_end, info FROM batches WHERE id = ?"
-            found = connection.execute(query, (batch.id,)).fetchone()
-            if found is None or found[0] != owner:
-                raise LostJobError(batch.id)
-            if found[1] and not batch.is_over and batch.status != "cancelling":
-                batch.status = "cancelling"
-                batch.cancelling_at = msgspec.json.decode(found[2], type=Batch).cancelling_at
-            query = "UPDATE batches SET info = ?, is_over = ?, seen = ? WHERE id = ?"
-            connection.execute(query, (_encoded(batch), batch.is_over, time.time(), batch.id))
-            return bool(found[1])
+    def keep_alive(self, claim: "Claim") -> bool:
+        """Saves a job's progress. Returns whether it was cancelled. Raises LostClaimError."""
+        with self._connection("IMMEDIATE") as connection:
+            is_cancelled, at = self._check_claim(connection, claim)
+            if is_cancelled and claim.batch.status != "cancelling":
+                claim.batch.status, claim.batch.cancelling_at = "cancelling", at
+            query = "UPDATE batches SET info = ?, seen = ? WHERE id = ?"
+            connection.execute(query, (_encoded(claim.batch), time.time(), claim.batch.id))
+        return is_cancelled
 
-    def leave(self, owner: str) -> None:
-        """Lets others run the jobs of `owner`."""
-        with self._change() as connection:
-            connection.execute("UPDATE batches SET owner = NULL WHERE owner = ?", (owner,))
+    def finish(self, claim: "Claim", status: Status) -> None:
+        """Ends a job with a status and its files of results, both or neither. Raises LostClaimError."""
+        batch = claim.batch
+        with self._connection("IMMEDIATE") as connection:
+            self._check_claim(connection, claim)
+            for id, name, field in zip(
+                _results_of(batch.id), ("output", "errors"), ("output_file_id", "error_file_id"), strict=True
+            ):
+                if size := _size(self._path(id)):
+                    info = self._info(id, size, f"{batch.id}_{name}.jsonl", "batch_output")
+                    self._insert(connection, claim.tenant, info)
+                    setattr(batch, field, id)
+            if not batch.is_over:
+                batch.become(status)
+            query = "UPDATE batches SET info = ?, is_over = 1, claim = NULL WHERE id = ?"
+            connection.execute(query, (_encoded(batch), batch.id))
+
+    def release(self, claim: "Claim") -> None:
+        """Lets others run a job."""
+        with self._connection("IMMEDIATE") as connection:
+            connection.execute("UPDATE batches SET claim = NULL WHERE claim = ?", (claim.id,))
+
+    def _check_claim(self, connection: sqlite3.Connection, claim: "Claim") -> tuple[bool, int | None]:
+        query = "SELECT is_cancelled, info FROM batches WHERE id = ? AND claim = ? AND is_over = 0"
+        found = connection.execute(query, (claim.batch.id, claim.id)).fetchone()
+        if found is None:
+            raise LostClaimError(claim.batch.id)
+        return bool(found[0]), msgspec.json.decode(found[1], type=Batch).cancelling_at
 
     def results(self, batch: Batch) -> tuple[Path, Path]:
-        """The files of a job's answers and errors, while it runs."""
-        return self._folder / f"{batch.id}.output", self._folder / f"{batch.id}.errors"
+        """The files of a job's answers and errors."""
+        output, errors = _results_of(batch.id)
+        return self._path(output), self._path(errors)
 
     def drop_expired(self) -> None:
-        """Drops the files and ended jobs whose time is over, and uploads that never ended."""
+        """Drops the files and ended jobs whose time is over, and files that nobody knows."""
         now = time.time()
-        with self._change() as connection:
-            query = "SELECT id FROM files WHERE expires < ?"
-            gone = [id for (id,) in connection.execute(query, (now,)).fetchall()]
+        with self._connection("IMMEDIATE") as connection:
             connection.execute("DELETE FROM files WHERE expires < ?", (now,))
             connection.execute("DELETE FROM batches WHERE is_over = 1 AND expires < ?", (now,))
-        for id in gone:
-            self._path(id).unlink(missing_ok=True)
-        for path in self._folder.glob("upload-*"):
+            known = {id for (id,) in connection.execute("SELECT id FROM files").fetchall()}
+            query = "SELECT id FROM batches WHERE is_over = 0"
+            known |= {id for (job,) in connection.execute(query).fetchall() for id in _results_of(job)}
+        for path in (*self._folder.glob("upload-*"), *self._folder.glob("file-*.jsonl")):
             with suppress(FileNotFoundError):
-                if path.stat().st_mtime < now - 3600:
+                if path.stem not in known and path.stat().st_mtime < now - _LEFT_SECONDS:
                     path.unlink()
 
     def _path(self, id: str) -> Path:
         return self._folder / f"{id}.jsonl"
 
     @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self._database, timeout=10, isolation_level=None)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            yield connection
-            connection.execute("COMMIT")
+    def _connection(self, kind: str = "DEFERRED") -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is done, or nothing."""
+        try:
+            with closing(sqlite3.connect(self._database, timeout=10, isolation_level=None)) as connection:
+                connection.execute(f"BEGIN {kind}")
+                yield connection
+                connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            log.warning("the folder of batches cannot be used now: %s", error)
+            message = "files and batch jobs cannot be read or written now; try again shortly"
+            raise ApiError(503, message, retry_after=1) from error
 
 
-class LostJobError(Exception):
-    """Another process runs the job now."""
+class Claim:
+    """A job that this process runs, for its `tenant`; the `number` of times that it was claimed."""
+
+    def __init__(self, id: str, tenant: str, number: int, batch: Batch) -> None:
+        self.id, self.tenant, self.number, self.batch = id, tenant, number, batch
+
+
+def _results_of(batch: str) -> tuple[str, str]:
+    """The ids of a job's files of answers and errors."""
+    id = batch.removeprefix("batch_")
+    return f"file-{id}-output", f"file-{id}-errors"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _private(path: Path) -> Path:
+    """Creates a file that only this user may read, unless it is there."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    return path
 
 
 def _encoded(value: msgspec.Struct) -> str:
@@ -402,7 +485,6 @@ def _encoded(value: msgspec.Struct) -> str:
 
 async def run_batches(store: BatchStore, ask: Ask, is_ready: Callable[[], bool]) -> None:
     """Runs jobs until cancelled; those that are not done then go on later, here or in another process."""
-    owner = uuid.uuid4().hex
     looks = 0
     jobs: set[asyncio.Task[None]] = set()
     try:
@@ -412,224 +494,279 @@ async def run_batches(store: BatchStore, ask: Ask, is_ready: Callable[[], bool])
                     await asyncio.to_thread(store.drop_expired)
                 looks += 1
                 while len(jobs) < _MOST_JOBS and is_ready():
-                    claimed = await asyncio.to_thread(store.claim, owner)
-                    if claimed is None:
+                    claim = await asyncio.to_thread(store.claim)
+                    if claim is None:
                         break
-                    job = asyncio.create_task(_Job(store, owner, *claimed, ask).run(), name="maxsimd-batch")
+                    job = asyncio.create_task(_Job(store, claim, ask).run(), name="maxsimd-batch")
                     jobs.add(job)
                     job.add_done_callback(jobs.discard)
-            except (OSError, sqlite3.Error) as error:
-                log.warning("the folder of batches cannot be read or written, and is tried again: %s", error)
+            except ApiError:
+                pass  # it was logged
+            except Exception:
+                log.exception("batch jobs cannot be looked for; this is tried again")
             await asyncio.sleep(_LOOK_SECONDS)
     finally:
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
-        with suppress(sqlite3.Error):
-            store.leave(owner)
 
 
 class _Job:
-    """One job that this process runs."""
+    """A claimed job."""
 
-    def __init__(self, store: BatchStore, owner: str, tenant: str, batch: Batch, ask: Ask) -> None:
-        self._store, self._owner, self._tenant, self.batch = store, owner, tenant, batch
-        self._ask = ask
+    def __init__(self, store: BatchStore, claim: Claim, ask: Ask) -> None:
+        self._store, self._claim, self._ask = store, claim, ask
+        self._output, self._errors = store.results(claim.batch)
+        self._writing = asyncio.Lock()
+        # Set when the job must end: requests in flight are finished, and no others are sent.
         self._must_end = asyncio.Event()
-        self._end: Status = "completed"
-        self._output, self._errors = store.results(batch)
+        self._final_status: Status = "completed"
+        self._is_done = False
+        self._bytes = 0
+        self._has_room = asyncio.Event()
+
+    @property
+    def batch(self) -> Batch:
+        return self._claim.batch
 
     async def run(self) -> None:
-        """Ends the job, or leaves it to another process."""
+        """Ends the job, or leaves it to another claim."""
         try:
-            await self._run()
-        except LostJobError:
+            async with asyncio.TaskGroup() as group:
+                alive = group.create_task(self._keep_alive())
+                await self._run()
+                alive.cancel()
+        except* LostClaimError:
             log.warning("another process has taken over the batch %s", self.batch.id)
-        except Exception:
-            log.exception("the batch %s cannot be run now; it is tried again", self.batch.id)
+        except* Exception as errors:
+            log.error("the batch %s cannot be run now; it is tried again", self.batch.id, exc_info=errors)
+            await asyncio.sleep(_LONGEST_WAIT)
+        finally:
+            with suppress(ApiError, sqlite3.Error):
+                self._store.release(self._claim)
 
     async def _run(self) -> None:
-        if self.batch.status == "validating" and not await self._validate():
-            return
-        done = await asyncio.to_thread(self._resume)
-        beating = asyncio.create_task(self._beat())
-        try:
-            await self._run_lines(done)
-        finally:
-            beating.cancel()
-            beaten = await asyncio.gather(beating, return_exceptions=True)
-        if isinstance(beaten[0], Exception):
-            raise beaten[0]
-        await self._finish()
-
-    async def _validate(self) -> bool:
         batch = self.batch
-        errors, total = await asyncio.to_thread(self._wrong_lines)
-        batch.request_counts.total = total
-        if errors:
-            batch.errors = BatchErrors(errors)
-        batch.become("failed" if errors else "in_progress")
-        await self._note()
-        return not errors
+        if self._claim.number > _MOST_CLAIMS:
+            batch.fail("given_up", f"the job was begun {_MOST_CLAIMS} times and never ended")
+        elif batch.status == "validating":
+            await asyncio.to_thread(self._validate)
+        done: set[str] = set()
+        if not batch.is_over:
+            done = await asyncio.to_thread(self._resume)
+        if batch.status == "cancelling":
+            self._final_status = "cancelled"
+        elif not batch.is_over:
+            await self._run_lines(done)
+        if self._final_status == "expired":
+            await asyncio.to_thread(self._write_late)
+        if self._final_status == "failed":
+            message = "the results have more bytes than your files may have (--limit batch_mb); delete some"
+            batch.fail("quota_exceeded", message)
+        if not batch.is_over and self._final_status != "cancelled":
+            batch.become("finalizing")
+        self._is_done = True
+        await asyncio.to_thread(self._store.finish, self._claim, self._final_status)
+        counts = batch.request_counts
+        log.info("the batch %s is %s: %d of %d requests answered, %d failed", batch.id, batch.status,
+                 counts.completed, counts.total, counts.failed)  # fmt: skip
 
-    def _wrong_lines(self) -> tuple[list[BatchError], int]:
+    async def _keep_alive(self) -> None:
+        """Keeps the claim until cancelled, and decides whether the job must end early. Raises LostClaimError
+        if the claim is gone, or could not be kept for long."""
+        last = time.monotonic()
+        while True:
+            try:
+                is_cancelled = await asyncio.to_thread(self._store.keep_alive, self._claim)
+                room = await asyncio.to_thread(self._store.room, self._claim.tenant)
+                last = time.monotonic()
+            except LostClaimError:
+                if self._is_done:
+                    return
+                raise
+            except ApiError:
+                if time.monotonic() - last > _SILENT_SECONDS / 2:
+                    raise LostClaimError(self.batch.id) from None
+            else:
+                if is_cancelled:
+                    self._end("cancelled")
+                elif room < 0:
+                    self._end("failed")
+            if time.time() > self.batch.expires_at:
+                self._end("expired")
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _end(self, status: Status) -> None:
+        if not self._must_end.is_set():
+            self._final_status = status
+            self._must_end.set()
+
+    def _validate(self) -> None:
+        batch = self.batch
         errors: list[BatchError] = []
         seen: set[str] = set()
         try:
             for number, line in self._lines():
-                reason = _reason_against(line, self.batch.endpoint, seen)
+                reason = self._error_in(line, seen)
                 if len(seen) > MOST_LINES:
                     reason = f"there are more than {MOST_LINES} lines; send them in several files"
                 if reason is not None:
                     errors.append(BatchError(code="invalid_request", message=reason, line=number))
                     if len(errors) == _MOST_ERRORS or len(seen) > MOST_LINES:
                         break
-        except (OSError, ApiError):
+            if not seen and not errors:
+                errors.append(BatchError(code="empty_file", message="the file has no lines"))
+        except (FileNotFoundError, ApiError) as error:
+            if isinstance(error, ApiError) and error.status != 404:
+                raise
             errors.append(BatchError(code="missing_file", message="the file of requests is gone"))
-        if not seen and not errors:
-            errors.append(BatchError(code="empty_file", message="the file has no lines"))
-        return errors, len(seen)
+        batch.request_counts.total = len(seen)
+        if errors:
+            batch.errors = BatchErrors(errors)
+        batch.become("failed" if errors else "in_progress")
+
+    def _error_in(self, given: bytes, seen: set[str]) -> str | None:
+        """What is wrong with a line; None if it can run."""
+        if len(given) > self._store.most_line_bytes:
+            return "the line is longer than a request may be (--max-body-mb); send fewer documents in it"
+        try:
+            line = _LINES.decode(given)
+            body = _BODIES.decode(line.body)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            return f"the line is not a request: {error}"
+        is_new = line.custom_id not in seen
+        seen.add(line.custom_id)
+        if not is_new:
+            return f"custom_id {line.custom_id[:100]!r} is in an earlier line too"
+        if line.method != "POST":
+            return f"method must be POST, not {line.method[:20]!r}"
+        if line.url != self.batch.endpoint:
+            return f"url must be the endpoint of the batch, {self.batch.endpoint}, not {line.url[:100]!r}"
+        return "stream must be false in a batch" if body.stream else None
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        with self._store.path_of(self._tenant, self.batch.input_file_id).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
+        """The lines that are not empty, with their numbers. A line that is too long comes in part."""
+        most = self._store.most_line_bytes + 1
+        with self._store.path_of(self._claim.tenant, self.batch.input_file_id).open("rb") as file:
+            number, is_within = 0, False
+            while line := file.readline(most):
+                number += not is_within
+                if line.strip() and not is_within:
                     yield number, line
+                is_within = not line.endswith(b"\n")
 
     def _resume(self) -> set[str]:
-        """The requests that have a result from before. A line that breaks off is removed."""
+        """The requests that have a result from before. Results from a line that broke off on are removed."""
         done: set[str] = set()
         counts = self.batch.request_counts
-        for path in (self._output, self._errors):
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        for path, name in ((self._output, "completed"), (self._errors, "failed")):
             whole = number = 0
-            with path.open("rb+") as file:
+            with _private(path).open("rb+") as file:
                 for line in file:
-                    if not line.endswith(b"\n"):
+                    try:
+                        if not line.endswith(b"\n"):
+                            break
+                        done.add(_SEEN.decode(line).custom_id)
+                    except (msgspec.DecodeError, UnicodeDecodeError):
                         break
                     whole += len(line)
                     number += 1
-                    done.add(msgspec.json.decode(line, type=_Seen).custom_id)
                 file.truncate(whole)
-            if path is self._output:
-                counts.completed = number
-            else:
-                counts.failed = number
+            setattr(counts, name, number)
         return done
 
     async def _run_lines(self, done: set[str]) -> None:
-        room = asyncio.Semaphore(_AT_ONCE)
+        """Sends all requests that have no result, some at a time."""
+        places = asyncio.Semaphore(_AT_ONCE)
         lines = self._lines()
-        async with asyncio.TaskGroup() as running:
-            while not self._must_end.is_set():
-                found = await asyncio.to_thread(next, lines, None)
-                if found is None:
-                    return
-                line = msgspec.json.decode(found[1], type=Line)
-                if line.custom_id in done:
-                    continue
-                await room.acquire()
-                running.create_task(self._run_line(line)).add_done_callback(lambda _: room.release())
+        try:
+            async with asyncio.TaskGroup() as running:
+                while not self._must_end.is_set():
+                    found = await asyncio.to_thread(next, lines, None)
+                    if found is None:
+                        return
+                    line = _LINES.decode(found[1])
+                    if line.custom_id in done:
+                        continue
+                    await places.acquire()
+                    while self._bytes and self._bytes + len(line.body) > _MOST_BYTES:
+                        self._has_room.clear()
+                        await self._has_room.wait()
+                    self._bytes += len(line.body)
+                    running.create_task(self._run_line(line, places))
+        except (FileNotFoundError, ApiError) as error:
+            if isinstance(error, ApiError) and error.status != 404:
+                raise
+            self.batch.fail("missing_file", "the file of requests is gone")
+        finally:
+            lines.close()  # type: ignore[attr-defined]
 
-    async def _run_line(self, line: Line) -> None:
-        if not self._must_end.is_set():
-            body = msgspec.json.encode({"priority": "batch", **line.body})
-            answer = await self._answer(line.url, body)
+    async def _run_line(self, line: Line, places: asyncio.Semaphore) -> None:
+        try:
+            answer = await self._answer(line)
             if answer is not None:
-                request_id = f"batch_req_{uuid.uuid4().hex}"
-                response = _Response(answer.status, request_id, msgspec.Raw(answer.body))
-                self._write(_Result(id=request_id, custom_id=line.custom_id, response=response))
+                await self._write(_result_of(line, answer))
+        finally:
+            self._bytes -= len(line.body)
+            self._has_room.set()
+            places.release()
 
-    async def _answer(self, url: str, body: bytes) -> Answer | None:
+    async def _answer(self, line: Line) -> Answer | None:
         """The answer to one request; None if the job ends before."""
+        body = bytes(line.body)
+        if _BODIES.decode(body).priority is None:
+            inside = body.strip()[1:].lstrip()
+            body = b'{"priority":"batch"' + (b"" if inside.startswith(b"}") else b",") + inside
         wait = _LEAST_WAIT
-        while True:
-            answer = await self._ask(self._tenant, url, body)
-            if answer.status not in _RETRIED:
+        while not self._must_end.is_set():
+            answer = await self._ask(self._claim.tenant, line.url, body)
+            if answer.status not in RETRIED:
                 return answer
             advised = min(float(answer.headers.get("Retry-After", 0)), _LONGEST_WAIT)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(wait, advised)):
                     await self._must_end.wait()
-                return None
             wait = min(2 * wait, _LONGEST_WAIT)
+        return None
 
-    def _write(self, result: _Result) -> None:
-        """Adds a result to its file: of an answer, or of a request that was refused or never ran."""
-        counts, is_right = (
-            self.batch.request_counts,
-            result.response is not None and result.response.status_code < 400,
-        )
+    async def _write(self, result: _Result) -> None:
+        """Adds a result to its file."""
+        response, counts = result.response, self.batch.request_counts
+        is_right = response is not None and response.status_code < 400
+        async with self._writing:
+            await asyncio.to_thread(_append, self._output if is_right else self._errors, result)
         counts.completed += is_right
         counts.failed += not is_right
-        with (self._output if is_right else self._errors).open("ab") as file:
-            file.write(msgspec.json.encode(result) + b"\n")
-
-    async def _beat(self) -> None:
-        """Writes how far the job is, and decides whether it must end."""
-        room = await asyncio.to_thread(self._store.room, self._tenant)
-        try:
-            while not self._must_end.is_set():
-                if await self._note():
-                    self._end = "cancelled"
-                elif time.time() > self.batch.expires_at:
-                    self._end = "expired"
-                elif sum(path.stat().st_size for path in (self._output, self._errors)) > room:
-                    self._end = "failed"
-                if self._end != "completed":
-                    self._must_end.set()
-                await asyncio.sleep(_LOOK_SECONDS)
-        except (LostJobError, OSError, sqlite3.Error):
-            self._must_end.set()
-            raise
-
-    async def _note(self) -> bool:
-        return await asyncio.to_thread(self._store.note, self._owner, self.batch)
-
-    async def _finish(self) -> None:
-        batch = self.batch
-        if self._end == "failed":
-            message = "the results have more bytes than your files may have (--limit batch_mb); delete some"
-            batch.errors = BatchErrors([BatchError(code="quota_exceeded", message=message)])
-        if self._end == "expired":
-            await asyncio.to_thread(self._write_late)
-        if self._end != "cancelled":
-            batch.become("finalizing")
-        for path, name in ((self._output, "output_file_id"), (self._errors, "error_file_id")):
-            if path.stat().st_size:
-                kind = "batch_output" if path is self._output else "batch_error"
-                info = self._store.add_file(self._tenant, path, f"{batch.id}_{kind}.jsonl", "batch_output")
-                setattr(batch, name, info.id)
-            else:
-                path.unlink()
-        batch.become(self._end)
-        await self._note()
-        counts = batch.request_counts
-        log.info("the batch %s is %s: %d of %d requests answered, %d failed", batch.id, batch.status,
-                 counts.completed, counts.total, counts.failed)  # fmt: skip
 
     def _write_late(self) -> None:
         done = self._resume()
         error = {"code": "batch_expired", "message": "the batch was not done within 24 hours"}
-        for _, found in self._lines():
-            line = msgspec.json.decode(found, type=Line)
-            if line.custom_id not in done:
-                id = f"batch_req_{uuid.uuid4().hex}"
-                self._write(_Result(id=id, custom_id=line.custom_id, response=None, error=error))
+        with suppress(FileNotFoundError, ApiError):
+            for _, found in self._lines():
+                line = _LINES.decode(found)
+                if line.custom_id not in done:
+                    _append(
+                        self._errors,
+                        _Result(id=_new_id(), custom_id=line.custom_id, response=None, error=error),
+                    )
+                    self.batch.request_counts.failed += 1
 
 
-def _reason_against(given: bytes, endpoint: str, seen: set[str]) -> str | None:
-    """What is wrong with a line; None if it can run."""
-    try:
-        line = msgspec.json.decode(given, type=Line)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        return f"the line is not a request: {error}"
-    is_new = line.custom_id not in seen
-    seen.add(line.custom_id)
-    if not is_new:
-        return f"custom_id {line.custom_id[:100]!r} is in an earlier line too"
-    if line.method != "POST":
-        return f"method must be POST, not {line.method[:20]!r}"
-    if line.url != endpoint:
-        return f"url must be the endpoint of the batch, {endpoint}, not {line.url[:100]!r}"
-    return "stream must be false in a batch" if line.body.get("stream") else None
+def _result_of(line: Line, answer: Answer) -> _Result:
+    """The result of a request. Answers that are not JSON have no place in a file of results."""
+    id = _new_id()
+    kind = answer.headers.get("Content-Type", "application/json").partition(";")[0]
+    if kind != "application/json":
+        error = {"code": "not_json", "message": f"the answer is {kind}; ask for JSON"}
+        return _Result(id=id, custom_id=line.custom_id, response=None, error=error)
+    response = _Response(answer.status, id, msgspec.Raw(answer.body))
+    return _Result(id=id, custom_id=line.custom_id, response=response)
+
+
+def _append(path: Path, result: _Result) -> None:
+    with _private(path).open("ab") as file:
+        file.write(msgspec.json.encode(result) + b"\n")
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"

@@ -4,17 +4,18 @@ import asyncio
 import logging
 import mmap
 from collections.abc import AsyncIterator, Callable
-from email import message_from_bytes
+from email import message_from_string
 from email.message import Message
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from maxsimd.api.answer import Answer, ApiError, as_api_error, error_answer, wire_answer
-from maxsimd.api.batches import MOST_LINES, Batch, BatchStore, FileInfo
-from maxsimd.api.handlers.bodies import Body, read_body, wrong_bodies_refused
-from maxsimd.api.handlers.route import Group, Route, Shown, Work
+from maxsimd.api.batches import MOST_LINES, RETRIED, Batch, BatchStore, FileInfo
+from maxsimd.api.handlers.bodies import Body, parse_body, read_body
+from maxsimd.api.handlers.route import Group, Route, Shown, Work, no_texts
+from maxsimd.api.reading import UnreadField
 from maxsimd.api.state import RequestNotes, ServerState
 from maxsimd.api.wire import AlwaysList, about
 
@@ -25,9 +26,13 @@ ENDPOINTS = frozenset(
     {"/v1/embeddings", "/v1/multi-vector", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"}
     | {"/classify", "/pooling"}
 )
-FILES = "/v1/files"
-_FORM_HEADERS, _LONGEST_BOUNDARY = 16 * 1024, 200
+FILES, BATCHES = "/v1/files", "/v1/batches"
+# Bytes that a form has beside its file, at most; of the headers of a part, and of a boundary; parts.
+FORM_BYTES = 64 * 1024
+_LONGEST_HEADER, _LONGEST_BOUNDARY, _MOST_PARTS = 16 * 1024, 200, 100
 _LONGEST_NAME = 255
+# Writing a row of a list takes as long as so many scores.
+_WORK_OF_ROW = 20
 _PART = 256 * 1024
 
 
@@ -68,61 +73,82 @@ async def upload(state: ServerState, body: Body) -> Answer:
     form, content = store.new_path(), store.new_path()
     try:
         size = 0
-        with form.open("wb") as file, store.uploading(tenant) as count:
-            async for chunk in body:
-                size += len(chunk)
-                if count(len(chunk)) > room + _FORM_HEADERS:
-                    raise store.too_much()
-                if size > store.most_file_bytes + _FORM_HEADERS:
-                    message = "the file is too large; send it in parts, or raise --limit batch_file_mb"
-                    raise ApiError(413, message, "file")
-                await asyncio.to_thread(file.write, chunk)
-        name, purpose = await asyncio.to_thread(_read_form, form, content)
-        if purpose != "batch":
-            raise ApiError(400, 'purpose must be "batch"', "purpose")
-        info = await asyncio.to_thread(store.add_file, tenant, content, name, purpose)
-        return await _json(info)
+        with store.uploading(tenant, room) as count:
+            with form.open("wb") as file:
+                async for chunk in body:
+                    size += len(chunk)
+                    count(len(chunk))
+                    if size > store.most_file_bytes + FORM_BYTES:
+                        message = "the file is too large; send it in parts, or raise --limit batch_file_mb"
+                        raise ApiError(413, message, "file")
+                    await asyncio.to_thread(file.write, chunk)
+            read = await asyncio.to_thread(_read_form, form, content)
+            state = state.warning_about([UnreadField(name, None) for name in read.others], FILES)
+            info = await asyncio.to_thread(store.add_file, tenant, content, read.file_name)
+        return (await _json(info)).with_field_warnings(state.field_warnings)
+    except OSError as error:
+        log.warning("an upload cannot be written: %s", error)
+        message = "the file cannot be written now; try again later, or send a smaller one"
+        raise ApiError(503, message, retry_after=30) from error
     finally:
         form.unlink(missing_ok=True)
         content.unlink(missing_ok=True)
 
 
-def _read_form(form: Path, content: Path) -> tuple[str, str]:
-    """Copies the file of a form (RFC 7578). Returns its name, and the field `purpose`."""
-    name, purpose = None, ""
+class _Form(NamedTuple):
+    """The name of a form's file, and the fields that are not read."""
+
+    file_name: str
+    others: list[str]
+
+
+def _read_form(form: Path, content: Path) -> _Form:
+    """Copies the file of a form (RFC 7578). Raises ApiError for a form without a file or for another
+    purpose."""
+    file_name, purpose, others = None, "", []
     with form.open("rb") as file, content.open("wb") as copy:
         if not form.stat().st_size:
             raise _not_a_form()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
             for header, start, stop in _parts(whole):
-                field = header.get_param("name", header="content-disposition")
+                try:
+                    field = str(header.get_param("name", header="content-disposition"))
+                    given = header.get_filename()
+                except (ValueError, LookupError):  # a name in an unknown character set
+                    raise _not_a_form() from None
                 if field == "purpose" and stop - start < _LONGEST_NAME:
                     purpose = whole[start:stop].decode(errors="replace").strip()
                 elif field == "file":
-                    name = (header.get_filename() or "file")[:_LONGEST_NAME]
+                    # Halves of characters cannot be written.
+                    file_name = (given or "file").encode(errors="replace").decode()[:_LONGEST_NAME]
                     copy.seek(0)
                     copy.truncate()
                     for at in range(start, stop, _PART):
                         copy.write(whole[at : min(at + _PART, stop)])
-    if name is None:
+                else:
+                    others.append(field)
+    if file_name is None:
         raise ApiError(400, "file is missing; send a form with a file of requests", "file")
-    return name, purpose
+    if purpose != "batch":
+        raise ApiError(400, 'purpose must be "batch"', "purpose")
+    return _Form(file_name, others)
 
 
 def _parts(form: mmap.mmap) -> list[tuple[Message, int, int]]:
     """The headers of each part of a form, and where its content begins and ends."""
     end = form.find(b"\r\n", 0, _LONGEST_BOUNDARY)
-    boundary = form[:end]
-    if end < 3 or not boundary.startswith(b"--"):
+    boundary = form[: max(0, end)]
+    if len(boundary) < 3 or not boundary.startswith(b"--"):
         raise _not_a_form()
     found: list[tuple[Message, int, int]] = []
     at = end + 2
-    while len(found) < 100:
-        behind = form.find(b"\r\n\r\n", at, at + _FORM_HEADERS)
+    while len(found) < _MOST_PARTS:
+        behind = form.find(b"\r\n\r\n", at, at + _LONGEST_HEADER)
         stop = -1 if behind < 0 else form.find(b"\r\n" + boundary, behind + 2)
         if stop < 0:
             raise _not_a_form()
-        found.append((message_from_bytes(form[at:behind]), behind + 4, max(stop, behind + 4)))
+        header = message_from_string(form[at:behind].decode(errors="replace"))
+        found.append((header, behind + 4, max(stop, behind + 4)))
         at = stop + 2 + len(boundary)
         if form[at : at + 2] == b"--":
             return found
@@ -131,13 +157,12 @@ def _parts(form: mmap.mmap) -> list[tuple[Message, int, int]]:
 
 
 def _not_a_form() -> ApiError:
-    return ApiError(
-        400, "the body is not a whole form; send multipart/form-data with file and purpose", "file"
-    )
+    message = "the body is not a whole form; send multipart/form-data with file and purpose"
+    return ApiError(400, message, "file")
 
 
-async def _json(value: Any) -> Answer:
-    return await wire_answer(lambda: value, 1)
+async def _json(value: Any, items: int = 1) -> Answer:
+    return await wire_answer(lambda: value, items)
 
 
 Read: TypeAlias = Callable[[BatchStore, str, str], Any]
@@ -149,10 +174,11 @@ def _get(path: str, read: Read, kind: Any, summary: str) -> Route:
     async def work(state: ServerState, body: Body) -> Answer:
         store = state.batches_of_tenant()
         found = await asyncio.to_thread(read, store, state.tenant, state.name_in_path)
-        if kind in (FilePage, BatchPage):
-            ids = [each.id for each in found] or [None]
-            found = kind(data=found, first_id=ids[0], last_id=ids[-1])
-        return await _json(found)
+        if kind not in (FilePage, BatchPage):
+            return await _json(found)
+        ids = [each.id for each in found] or [None]
+        page = kind(data=found, first_id=ids[0], last_id=ids[-1])
+        return await _json(page, _WORK_OF_ROW * len(found))
 
     return Route(path, ("GET",), work, _shown(summary), answers=(kind,))
 
@@ -181,19 +207,20 @@ async def delete(state: ServerState, body: Body) -> Answer:
     return await _json(Deleted(id))
 
 
-async def begin(state: ServerState, body: Body) -> Answer:
+async def create_batch(state: ServerState, body: Body) -> Answer:
     store = state.batches_of_tenant()
     with state.held as held:
         given = await read_body(state, body, held)
-    with wrong_bodies_refused():
-        request = msgspec.json.decode(given, type=BatchRequest)
+        request, _, unread = await parse_body(state, given, held, BatchRequest, no_texts)
+    state = state.warning_about(unread, BATCHES)
     if request.endpoint not in ENDPOINTS:
         message = f"endpoint must be one of {', '.join(sorted(ENDPOINTS))}"
         raise ApiError(400, message, "endpoint")
     if request.completion_window != "24h":
         raise ApiError(400, "completion_window must be 24h", "completion_window")
     asked = request.endpoint, request.input_file_id, request.metadata
-    return await _json(await asyncio.to_thread(store.add_batch, state.tenant, *asked))
+    batch = await asyncio.to_thread(store.add_batch, state.tenant, *asked)
+    return (await _json(batch)).with_field_warnings(state.field_warnings)
 
 
 async def cancel(state: ServerState, body: Body) -> Answer:
@@ -216,7 +243,8 @@ async def ask_as(
         answer = error_answer(as_api_error(error))
         if answer.status == 500:
             log.exception("a request of a batch to %s failed", path, exc_info=error)
-    state.count_usage(notes, answer.status)
+    if answer.status not in RETRIED:
+        state.count_usage(notes, answer.status)
     return answer
 
 
@@ -235,8 +263,8 @@ ROUTES = (
     Route(f"{FILES}/{{name}}/content", ("GET",), content, _shown("Read a file"), answers=(_LINES,)),
     _get(f"{FILES}/{{name}}", lambda store, tenant, id: store.file(tenant, id), FileInfo, "Describe a file"),
     Route(f"{FILES}/{{name}}", ("DELETE",), delete, _shown("Delete a file"), answers=(Deleted,)),
-    Route("/v1/batches", ("POST",), begin, _shown("Begin a batch job", _BATCH), (BatchRequest,), (Batch,)),
-    _get("/v1/batches", lambda store, tenant, id: store.batches(tenant), BatchPage, "List the batch jobs"),
-    Route("/v1/batches/{name}/cancel", ("POST",), cancel, _shown("Cancel a batch job"), answers=(Batch,)),
-    _get("/v1/batches/{name}", lambda store, tenant, id: store.batch(tenant, id), Batch, _DESCRIBE),
+    Route(BATCHES, ("POST",), create_batch, _shown("Begin a batch job", _BATCH), (BatchRequest,), (Batch,)),
+    _get(BATCHES, lambda store, tenant, id: store.batches(tenant), BatchPage, "List the batch jobs"),
+    Route(f"{BATCHES}/{{name}}/cancel", ("POST",), cancel, _shown("Cancel a batch job"), answers=(Batch,)),
+    _get(f"{BATCHES}/{{name}}", lambda store, tenant, id: store.batch(tenant, id), Batch, _DESCRIBE),
 )  # fmt: skip

@@ -106,8 +106,6 @@ _BASES = ("/v1", "/v2", vendor_reranks.INFINITY, f"{vendor_reranks.INFINITY}/v1"
 # The text before and after `{name}` in each route that has a model name.
 _AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
-# What a form adds to a file.
-_FORM_BYTES = 64 * 1024
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -173,8 +171,9 @@ async def watch(state: ServerState) -> None:
         await state.watch()
         return
     ask = functools.partial(batches.ask_as, ROUTES, state)
-    jobs = run_batches(state.batches, ask, lambda: state.is_ready)
-    await asyncio.gather(state.watch(), jobs)
+    async with asyncio.TaskGroup() as both:
+        both.create_task(state.watch())
+        both.create_task(run_batches(state.batches, ask, lambda: state.is_ready))
 
 
 def route_of(path: str) -> tuple[str, str]:
@@ -232,7 +231,7 @@ async def _answer(
         operating.check_allowed(state, headers)
     most_bytes = state.max_body_bytes
     if route == batches.FILES and state.batches is not None:
-        most_bytes = state.batches.most_file_bytes + _FORM_BYTES
+        most_bytes = state.batches.most_file_bytes + batches.FORM_BYTES
     refused = refusal(headers, most_bytes) if method == "POST" else None
     if refused is not None:
         raise refused

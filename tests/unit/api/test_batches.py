@@ -34,7 +34,7 @@ LINES = [line(f"r{i}") for i in range(40)]
 
 @pytest.fixture
 def store(tmp_path: Path) -> BatchStore:
-    return BatchStore(tmp_path / "jobs", ServerConfig(batch_mb=1))
+    return BatchStore(tmp_path / "jobs", ServerConfig(batch_mb=4, max_body_mb=1))
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def begun(store: BatchStore, lines: list[bytes], tenant: str = "a") -> Batch:
     path = store.new_path()
     path.write_bytes(b"\n".join(lines))
-    return store.add_batch(tenant, SCORES, store.add_file(tenant, path, "in", "batch").id, None)
+    return store.add_batch(tenant, SCORES, store.add_file(tenant, path, "in").id, None)
 
 
 @asynccontextmanager
@@ -139,11 +139,13 @@ async def test_jobs_end_early(store: BatchStore, monkeypatch: pytest.MonkeyPatch
 
 async def test_a_tenant_has_only_so_much(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     async def long(tenant: str, path: str, body: bytes) -> Answer:
-        await asyncio.sleep(0.05)
-        return Answer(200, {}, b'"' + b"x" * 200_000 + b'"')
+        full = await asyncio.to_thread(store.room, tenant) < 0
+        return Answer(429 if full else 200, {}, b'"' + b"x" * 200_000 + b'"')
 
-    with store.uploading("a") as one, store.uploading("a") as another:
-        assert (one(5), another(3)) == (5, 8)
+    with store.uploading("a", 7) as one, store.uploading("a", 7) as another:
+        one(5)
+        with pytest.raises(ApiError, match="batch_mb"):
+            another(3)
     batch = begun(store, LINES)
     async with running(store, long):
         over = await ended(store, batch)
@@ -161,23 +163,52 @@ async def test_a_tenant_has_only_so_much(store: BatchStore, monkeypatch: pytest.
 
 
 async def test_two_processes_share_the_jobs(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each job has one owner, a tenant has two jobs at a time, and others get their turn."""
+    """Each job has one claim, a tenant has two at a time, and others get their turn."""
     jobs = [begun(store, LINES[:2]) for _ in range(3)] + [begun(store, LINES[:2], "b")]
-    claimed = [store.claim(owner) for owner in ("one", "two", "one", "two")]
-    assert [each and each[1].id for each in claimed] == [jobs[0].id, jobs[1].id, jobs[3].id, None]
+    first, second, other, none = [store.claim() for _ in range(4)]
+    assert first
+    assert second
+    assert other
+    assert none is None
+    assert [each.batch.id for each in (first, second, other)] == [jobs[0].id, jobs[1].id, jobs[3].id]
+    store.cancel("a", jobs[2].id)
+    cancelled = store.claim()
+    assert cancelled
+    assert cancelled.batch.id == jobs[2].id, "it ends at once"
     now = time.time() + batches._SILENT_SECONDS + 1
     monkeypatch.setattr(time, "time", lambda: now)
-    taken = store.claim("two")
-    assert taken is not None
-    assert taken[1].id == jobs[0].id, "the first is silent"
-    with pytest.raises(batches.LostJobError):
-        store.note("one", taken[1])
+    taken = store.claim()
+    assert taken
+    assert taken.batch.id == jobs[2].id
+    for act in (store.keep_alive, lambda claim: store.finish(claim, "completed")):
+        with pytest.raises(batches.LostClaimError):
+            act(cancelled)
+
+
+async def test_a_job_ends_whatever_becomes_of_its_files(store: BatchStore) -> None:
+    async def binary(tenant: str, path: str, body: bytes) -> Answer:
+        return Answer(200, {"Content-Type": "application/octet-stream"}, b"\n\xff")
+
+    gone, strange, wrong = begun(store, LINES, "b"), begun(store, LINES[:2]), begun(store, [b"{"])
+    with pytest.raises(ApiError, match="still reads this file"):
+        store.delete_file("b", gone.input_file_id)
+    store.path_of("b", gone.input_file_id).unlink()
+    store.cancel("a", wrong.id)
+    async with running(store, binary):
+        assert (await ended(store, wrong)).status == "cancelled"
+        over = await ended(store, strange)
+        assert {each["error"]["code"] for each in results(store, over.error_file_id).values()} == {"not_json"}
+        lost = await ended(store, gone, "b")
+    assert lost.errors is not None
+    assert (lost.status, lost.errors.data[0].code) == ("failed", "missing_file")
+    store.delete_file("a", strange.input_file_id)
 
 
 @pytest.mark.parametrize(("lines", "reason"), [
     ([], "has no lines"), ([b"{"], "not a request"), ([LINES[0], LINES[0]], "in an earlier line"),
     ([line("a", method="GET")], "method must be POST"), ([line("a", url="/rerank")], "url must be"),
     ([line("a", body={"stream": True})], "stream must be false"), ([b"[" * 5000], "not a request"),
+    ([line("a", body=[])], "not a request"), ([b'"' + b"x" * (2 << 20)], "longer than a request"),
 ])  # fmt: skip
 async def test_wrong_files_fail_before_they_run(store: BatchStore, lines: list[bytes], reason: str) -> None:
     batch = begun(store, lines)
@@ -209,7 +240,17 @@ async def test_jobs_over_http_belong_to_their_tenant(tmp_path: Path, monkeypatch
         whole = form(lines[0], purpose="batch")
         status, file = await ask("POST", "/v1/files", body=whole)
         assert (status, file["filename"], file["bytes"]) == (200, "in.jsonl", len(lines[0]))
-        for wrong in (b"", b"junk", whole[:-30], whole.replace(b'name="file"', b'name="fil"'), form(b"x")):
+        strange = whole.replace(b'filename="in.jsonl"', b"filename*=unicode_escape'x'%5Cud800")
+        assert (await ask("POST", "/v1/files", body=strange))[1]["filename"] == "?"
+        idna = whole.replace(b'filename="in.jsonl"', b"filename*=idna'x'a")
+        for wrong in (
+            idna,
+            b"",
+            b"junk",
+            whole[:-30],
+            whole.replace(b'name="file"', b'name="fil"'),
+            form(b"x"),
+        ):
             assert (await ask("POST", "/v1/files", body=wrong))[0] == 400, wrong
         job = {"input_file_id": file["id"], "endpoint": "/rerank", "completion_window": "24h"}
         long = {"a": "x" * 20_000}
@@ -233,7 +274,7 @@ async def test_jobs_over_http_belong_to_their_tenant(tmp_path: Path, monkeypatch
         assert (await ask("POST", "/v1/files", "two", form(b"x" * 2_000_000)))[0] == 413
         assert (await ask("GET", "/v1/batches", "two"))[1]["data"] == []
         assert (await ask("GET", "/v1/files", "three"))[0] == 403, "it has no name"
-        assert len((await ask("GET", "/v1/files"))[1]["data"]) == 2
+        assert len((await ask("GET", "/v1/files"))[1]["data"]) == 3
         assert (await ask("DELETE", of_file))[1]["deleted"]
         _, used = await ask("GET", "/usage")
         assert used["data"][0]["documents"] == 2
