@@ -93,7 +93,7 @@ class ServerConfig:
         None, "SQLite file that keeps usage by tenant, model and day", metavar="FILE"
     )
     batch_dir: str | None = _server(
-        None, "Folder of batch jobs and their files; servers may share it", metavar="FOLDER"
+        None, "Folder for batch jobs and their files; several servers may share it", metavar="FOLDER"
     )
     batch_file_mb: int = _limit(200, "Largest file of batch requests, in MiB")
     batch_mb: int = _limit(4096, "Most MiB of a tenant's files, with the results of its batch jobs")

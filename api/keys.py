@@ -18,9 +18,9 @@ from typing import Any
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.engine import Tenant
 
-# Names are labels of metrics. Two kinds are taken by tenants without a name.
+# Names are labels of metrics. Some are taken by tenants without a name.
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_RESERVED = re.compile(r"other|key-[0-9]+")
+_RESERVED = re.compile(r"other|unnamed|key-[0-9]+")
 _WHOLE = re.compile(r"[0-9][0-9_]{0,17}")
 _LIMITS = tuple(field.name for field in fields(Tenant))
 ATTRIBUTES = ("name", *_LIMITS, "admin")
@@ -103,7 +103,7 @@ def _read_value(attribute: str, value: str) -> Any:
                     "name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"
                 )
             if _RESERVED.fullmatch(value):
-                raise ValueError("name must not be other, nor key- and a number: those are taken")
+                raise ValueError("name must not be other, unnamed, nor key- and a number: those are taken")
             return value
         case "admin":
             if value not in ("yes", "no"):
@@ -200,9 +200,11 @@ class ApiKeys:
         """Whether an Authorization header, whose key was accepted, has an admin's key."""
         return bool(_matching(authorization, self._table.admins))
 
-    def is_mistakable(self, tenant: str) -> bool:
-        """Whether a tenant has a number, which another one may get when the keys are numbered again."""
-        return len({*self._owners.values()}) > 1 and tenant in self._anonymous.values()
+    def may_change_number(self, tenant: str) -> bool:
+        """Whether a tenant has a number that changes when the keys are numbered again. The only tenant of a
+        single process has always the same."""
+        is_only = len({*self._owners.values()}) == 1 and self._secret is None
+        return tenant in self._anonymous.values() and not is_only
 
     @property
     def has_admins(self) -> bool:

@@ -378,7 +378,7 @@ class ServerState:
 
     def check_owner_of_digests(self) -> None:
         """Refuses documents by digest for a key that may be taken for another one after a restart."""
-        if self.engine.config.cache_dir is not None and self.keys.is_mistakable(self.tenant):
+        if self.engine.config.cache_dir is not None and self.keys.may_change_number(self.tenant):
             raise InvalidRequestError(
                 "documents by digest are kept over restarts for each tenant apart, and this key has no name; "
                 "add name=... to it in --api-key-file, or give texts",
@@ -392,7 +392,7 @@ class ServerState:
                 "this server runs no batch jobs; start it with --batch-dir, or send the requests themselves"
             )
             raise ApiError(404, message)
-        if self.keys.is_mistakable(self.tenant):
+        if self.keys.may_change_number(self.tenant):
             message = (
                 "files and batch jobs are kept by the names of keys, and this key has none; add name=... "
             )
@@ -415,8 +415,8 @@ class ServerState:
 
     def count_usage(self, notes: RequestNotes, status: int) -> None:
         """Counts a request that was answered, or refused."""
-        is_mistakable = self.usage.is_kept and self.keys.is_mistakable(notes.tenant)
-        tenant = UNNAMED if is_mistakable else notes.tenant
+        is_unnamed = self.usage.is_kept and self.keys.may_change_number(notes.tenant)
+        tenant = UNNAMED if is_unnamed else notes.tenant
         for model, used in notes.used:
             self.usage.count(tenant, model, used)
         if status in (413, 429):

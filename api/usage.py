@@ -114,7 +114,8 @@ class UsageLog(Collector):
         if self._path is not None:
             try:
                 with closing(self._connect(self._path)) as connection:
-                    kept = connection.execute(f"SELECT {', '.join(_NAMES)} FROM usage").fetchall()
+                    query = f"SELECT {', '.join(_NAMES)} FROM usage WHERE ? IS NULL OR tenant = ?"
+                    kept = connection.execute(query, (tenant, tenant)).fetchall()
             except sqlite3.Error as error:
                 self._warn(error)
         found = {(day, name, model): Used(*counts) for day, name, model, *counts in kept}
@@ -149,7 +150,7 @@ class UsageLog(Collector):
                 await asyncio.sleep(_SECONDS_BETWEEN_WRITES)
                 await asyncio.to_thread(self.flush)
         finally:
-            self.flush()
+            self.flush()  # the loop may be about to close
 
     def collect(self) -> Iterable[Metric]:
         about = (

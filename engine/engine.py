@@ -15,6 +15,7 @@ import numpy as np
 
 from maxsimd.engine import media
 from maxsimd.engine.actors.actor import SetWeights
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
@@ -91,8 +92,8 @@ from maxsimd.pooling.query_rows import QueryRows
 _SECONDS_BETWEEN_LOOKS = 0.05
 # Characters that a chat template adds to each message, about.
 _TEMPLATE_CHARACTERS = 64
-# The query of documents that are embedded for later requests.
-_ANY_QUERY = "a"
+# The query of documents that are embedded for later requests, which are written to the cache by then.
+_ANY_QUERY, _SECONDS_TO_WRITE = "a", 2.0
 P = ParamSpec("P")
 T = TypeVar("T")
 # A picture to embed.
@@ -307,8 +308,8 @@ class Engine:
         )
         options = RunOptions(priority, tenant, timeout, progress)
         self.metrics.request_documents.observe(request.num_documents)
-        embeds = processor.takes_vectors and running.cache is not None
-        if not embeds and running.texts is None:
+        cache = running.cache if isinstance(running.cache, EmbeddingCache) else None
+        if cache is None and running.texts is None:
             raise InvalidRequestError(
                 "documents cannot be added: neither their texts nor embeddings are kept here; set "
                 "document_store_mb, or give texts with each request",
@@ -316,12 +317,14 @@ class Engine:
             )
         digests = await self.in_thread(partial(processor.keep_texts, request), request.reading)
         usage, truncated, timings = Usage(0), 0, Timings()
-        if embeds:
+        if cache is not None:
             plan, values = await running.run(processor, request, options)
             result = await run_in_thread_if_large(request.num_documents, plan.result, values)
             tokens = result.usage.prompt_tokens - result.usage.query_tokens
             usage = replace(result.usage, prompt_tokens=tokens, query_tokens=0)
             truncated, timings = result.truncated - result.truncated_queries, result.timings
+            # The cache may have no room for what is still to be written.
+            await asyncio.to_thread(cache.flush, _SECONDS_TO_WRITE)
         unknown = await self.in_thread(partial(processor.unknown_among, digests, request), request.reading)
         not_kept = tuple([i for i, digest in enumerate(digests) if digest in unknown])
         return AddedDocuments(digests, usage, truncated, not_kept, timings)
@@ -658,10 +661,10 @@ class Engine:
         num_named = request.num_digests
         try:
             found = await running.run(processor, request, run_options, arrived)
-            self.metrics.named_documents.labels("known").inc(num_named)
+            self.metrics.documents_by_digest.labels("known").inc(num_named)
             return found
         except UnknownDocumentsError as error:
-            self.metrics.named_documents.labels("unknown").inc(len(error.digests))
+            self.metrics.documents_by_digest.labels("unknown").inc(len(error.digests))
             raise
         except RequestTimeoutError:
             if run_options.on_timeout == "error":

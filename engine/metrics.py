@@ -74,7 +74,7 @@ class EngineMetrics(Collector):
         self.truncated = counter(
             "maxsimd_truncated_inputs", "Inputs that were too long for the model and were truncated"
         )
-        self.named_documents = counter(
+        self.documents_by_digest = counter(
             "maxsimd_documents_by_digest", "Documents of requests by digest: known or unknown", ("found",)
         )
         self.cancelled = counter(

@@ -26,10 +26,10 @@ from maxsimd.api.fleet.spread import (
     run_of,
     size_of,
 )
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS, DocumentStream
-from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.metrics import EngineStats, MergedMetrics
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
@@ -47,6 +47,7 @@ from maxsimd.engine.requests import (
     as_inputs,
     as_scored,
     as_texts,
+    as_truncation,
     check_task,
     rank,
 )
@@ -302,6 +303,14 @@ class FleetEngine:
     async def add_documents(self, documents: Any, **options: Any) -> AddedDocuments:
         texts = as_texts(documents, "documents")
 
+        windows = as_truncation(options.get("truncation", "cut")).windows
+        if self._num_engines > 1 and (windows or self.facts.score_type is ScoreType.LISTWISE):
+            raise InvalidRequestError(
+                "with several replicas, documents are not kept for listwise models or in windows: no replica "
+                "has all of them; truncate them, or give texts with each request",
+                "documents",
+            )
+
         async def added_by_one_kind(left: float | None) -> AddedDocuments:
             make = partial(AddJob, self.facts, texts, {**options, "timeout": left})
             adding = await run_in_thread_if_large(sum(map(len, texts)) // _HASHED_PER_ITEM, make)
@@ -362,7 +371,13 @@ class FleetEngine:
                 "send one query, without explain and windows, to a model that is not listwise, or give texts",
                 "documents",
             )
-        if job.most_tokens > self.config.max_request_tokens and not job.has_digests:
+        most = self.config.max_request_tokens
+        if job.has_digests and int(job.tokens.sum()) > most:
+            raise RequestTooLargeError(
+                f"this request has more than {most} tokens, by estimate; send it in parts, or raise "
+                "max_request_tokens"
+            )
+        if job.most_tokens > most and not job.has_digests:
             job.split = Split.NEVER
         # A request of at most one step is not split.
         await self._spreader.run(job, self.facts.step_tokens)

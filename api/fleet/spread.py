@@ -212,7 +212,7 @@ class Spreader:
             return []
         if answer.kind in ("not ready", "dead"):
             return attempts.lost(send.attempt, await self._others(attempts, send, deadline))
-        if answer.kind == "full" and answer.reason != "rate":
+        if answer.kind == "full" and answer.reason != "rate" and not job.has_digests:
             alive = self._roster.alike(send.member.fingerprint)
             try:
                 return attempts.full(send.attempt, answer.retry_after, alive)

@@ -241,21 +241,30 @@ USAGE = frozenset({"/usage", "/usage.csv"})
 
 async def show_usage(state: ServerState) -> Answer:
     """The tenant's own usage; all usage for keys of admins, and on a server without keys."""
-    rows = await asyncio.to_thread(state.usage.rows, _tenant_shown(state))
-    return json_page(UsageReport(data=[UsageRow(*key, *astuple(used)) for key, used in rows]))
+    tenant = _tenant_shown(state)
+
+    def page() -> Answer:
+        rows = state.usage.rows(tenant)
+        return json_page(UsageReport(data=[UsageRow(*key, *astuple(used)) for key, used in rows]))
+
+    return await asyncio.to_thread(page)
 
 
 async def show_usage_as_csv(state: ServerState) -> Answer:
-    rows = await asyncio.to_thread(state.usage.rows, _tenant_shown(state))
-    return Answer(200, {"Content-Type": "text/csv; charset=utf-8"}, as_csv(rows))
+    tenant = _tenant_shown(state)
+    table = await asyncio.to_thread(lambda: as_csv(state.usage.rows(tenant)))
+    return Answer(200, {"Content-Type": "text/csv; charset=utf-8"}, table)
 
 
 def _tenant_shown(state: ServerState) -> str | None:
     """The tenant whose usage a request may see; None for all. Raises ApiError (403) for a key whose usage is
     not kept apart."""
+    if state.fleet is not None and not state.usage.is_kept:
+        message = "with several processes, usage is known only with --usage-file; start the server with it"
+        raise ApiError(400, message)
     if state.is_admin or not state.keys.are_asked_for:
         return None
-    if state.usage.is_kept and state.keys.is_mistakable(state.tenant):
+    if state.usage.is_kept and state.keys.may_change_number(state.tenant):
         message = "usage is kept by the names of keys, and this key has none; add name=... in --api-key-file"
         raise ApiError(403, message)
     return state.tenant

@@ -148,9 +148,10 @@ async def _handled(form: Form[T, R], state: ServerState, request: T, found: R) -
 
 
 def _num_documents(found: Any) -> int:
-    """The documents or texts of a request, without its queries."""
-    documents = found[-1] if isinstance(found, tuple) and found else found
-    return len(documents) if isinstance(documents, list) else int(documents is not None)
+    """The documents or texts of a request, without its queries, which come first."""
+    parts = reversed(found) if isinstance(found, tuple) else [found]
+    documents = next((part for part in parts if isinstance(part, list)), None)
+    return int(found is not None) if documents is None else len(documents)
 
 
 def _has_digests(found: Any) -> bool:

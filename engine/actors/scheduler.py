@@ -253,16 +253,16 @@ class SchedulerActor(Actor[SchedulerMessage]):
         return work
 
     def _share_time(self, step: _InFlight, seconds: float) -> None:
-        """Divides the time of a step, or of a stage of it, among its open requests, by their work. Time that
-        two of them overlap counts once."""
+        """Divides the time of a step, or of a stage of it, among its requests, by their work; shares of those
+        that have ended are lost. Time that two steps overlap counts once."""
         if seconds <= 0:
             return
         now = time.perf_counter()
         new, self._last_shared = min(seconds, now - self._last_shared), now
-        still_open = [(self._open[id], work) for id, work in step.requests.items() if id in self._open]
-        whole = sum(work for _, work in still_open)
-        for request, work in still_open:
-            request.device_seconds += new * work / whole
+        whole = sum(step.requests.values())
+        for request_id, work in step.requests.items():
+            if (request := self._open.get(request_id)) is not None:
+                request.device_seconds += new * work / whole
 
     def _account(self, report: StepReport) -> None:
         step = self._in_flight[report.step_id]

@@ -15,7 +15,7 @@ from maxsimd.engine.cache.disk import EntryStore
 _ENTRY_BYTES = 256
 _FILE = "maxsimd-documents-{}.sqlite3"
 _FILES = re.compile(r"maxsimd-documents-[0-9a-f]{32}(\.damaged)?\.sqlite3(-journal)?")
-# Tenants whose texts are in use. More would hold too many open files.
+# Tenants whose files are open; the texts of others stay on disk.
 _MOST_TENANTS = 256
 
 
@@ -98,7 +98,7 @@ class DocumentTexts:
             if tenant not in self._tenants:
                 self._tenants[tenant] = TenantTexts(self.limit, self._path(tenant))
             self._tenants.move_to_end(tenant)
-            while len(self._tenants) > _MOST_TENANTS:
+            while self._folder is not None and len(self._tenants) > _MOST_TENANTS:
                 _, idle = self._tenants.popitem(last=False)
                 if idle.disk is not None:
                     idle.disk.close()

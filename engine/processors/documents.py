@@ -123,14 +123,16 @@ class CacheLookup:
         self._own_length = builder.own_length
         self._owned = f" for {owner!r}" if owner else ""
 
-    def find(self, documents: Sequence[str | DocumentDigest]) -> list[CachedEmbedding | CacheKeys]:
+    def find(
+        self, documents: Sequence[str | DocumentDigest], counts: bool = True
+    ) -> list[CachedEmbedding | CacheKeys]:
         """Returns the embedding of each text or digest, or the keys to cache it under. Counts hits and
-        misses."""
+        misses, unless told not to."""
         found: list[CachedEmbedding | CacheKeys] = []
         for document in documents:
             yield_to_smaller()
             found.append(self._find(digest_of(document) if isinstance(document, str) else document.value))
-        if not self._refresh:
+        if counts and not self._refresh:
             hits = sum([isinstance(entry, CachedEmbedding) for entry in found])
             self._cache.count(hits, len(found) - hits)
         return found

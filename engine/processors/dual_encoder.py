@@ -64,8 +64,6 @@ _CHARACTERS_PER_MATCH = 64
 MOST_NOTED = 2_000_000
 # The most numbers in the maps of a request's documents.
 MOST_MAPPED = 2_000_000
-# Documents that were added are written by then, unless the disk is slow.
-_SECONDS_TO_WRITE = 2.0
 # The most characters shown of a token: some tokenizers make one of any long word. Its span has all.
 _MOST_SHOWN = 100
 
@@ -459,11 +457,9 @@ class DualEncoderProcessor(ScoreProcessor):
     def unknown_among(self, digests: Sequence[DocumentDigest], request: ScoreRequest) -> set[DocumentDigest]:
         if self._cache is None:
             return super().unknown_among(digests, request)
-        # The cache may have no room for what is still to be written.
-        self._cache.flush(_SECONDS_TO_WRITE)
         builder = self._builder(self._limits.applied_to(request.truncation))
         lookup = CacheLookup(self._cache, False, builder, request.cache_owner)
-        found = zip(digests, lookup.find(digests), strict=True)
+        found = zip(digests, lookup.find(digests, counts=False), strict=True)
         return super().unknown_among(
             [digest for digest, entry in found if isinstance(entry, CacheKeys)], request
         )

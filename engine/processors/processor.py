@@ -393,19 +393,17 @@ def _score_keys(request: ScoreRequest, together: bool) -> list[bytes | None]:
 
 
 def texts_of(digests: Sequence[DocumentDigest], kept: TenantTexts | None) -> list[str]:
-    """Returns the texts of documents. Raises UnknownDocumentsError if some are not `kept`."""
-    texts = []
-    unknown = []
+    """Returns the texts of documents, equal ones as one. Raises UnknownDocumentsError if some are not
+    `kept`."""
+    found: dict[DocumentDigest, str | None] = {}
     for digest in digests:
         yield_to_smaller()
-        text = None if kept is None else kept.get(digest.value)
-        if text is None:
-            unknown.append(str(digest))
-        else:
-            texts.append(text)
+        if digest not in found:
+            found[digest] = None if kept is None else kept.get(digest.value)
+    unknown = [str(digest) for digest, text in found.items() if text is None]
     if unknown:
-        raise UnknownDocumentsError.of([*dict.fromkeys(unknown)])
-    return texts
+        raise UnknownDocumentsError.of(unknown)
+    return [text for digest in digests if (text := found[digest]) is not None]
 
 
 def check_explained_lines(explain: int, lines: Iterable[int]) -> None:

@@ -120,7 +120,7 @@ def cells_of(members: Sequence[Member], size: int = CELL_SIZE) -> tuple[Cell, ..
     return tuple(Cell(number, tuple(group), size) for number, group in groups)
 
 
-def joined(cells: Sequence[Cell]) -> Cell:
+def as_one_cell(cells: Sequence[Cell]) -> Cell:
     """A cell of all members, in which each document has one owner, whatever their load."""
     return Cell(
         0, tuple([member for cell in cells for member in cell.members]), sum(each.size for each in cells)

@@ -9,7 +9,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet.members import Cell, Digests, Member, Reach, joined, reach_of
+from maxsimd.scheduler.fleet.members import Cell, Digests, Member, Reach, as_one_cell, reach_of
 
 Tokens = NDArray[np.int64]
 
@@ -222,7 +222,7 @@ class Planner:
         if now > self._forgot + _QUEUES_FOR:
             self.loads.forget_queued()
             self._forgot = now
-        reach = reach_of(cells, self.load, draw) if split is not Split.AT_OWNER else Reach(joined(cells))
+        reach = reach_of(cells, self.load, draw) if split is not Split.AT_OWNER else Reach(as_one_cell(cells))
         weights = self.seen.weights(reach, digests, tokens) if is_cached else tokens
         loads = self.loads.of(reach.members)
         return reach, plan(digests, tokens, weights, reach, loads, split, least_tokens)
