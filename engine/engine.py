@@ -830,7 +830,7 @@ class ScoreStream(DocumentStream):
         scores = await run_in_thread_if_large(_num_values(plan, values), plan.scores, values)
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
         explanations = await self._engine._explanations(plan, values, new)
-        given = self._documents
+        given = self._documents or plan.request.documents
         documents = await run_in_thread_if_large(
             len(new), lambda: [RankedDocument(i, scores[i], given[i], explanations.get(i)) for i in new]
         )

@@ -13,8 +13,8 @@ MEANINGS = {
     "query": "The query: a text, a picture, or, for late interaction and bi-encoders, an embedding: "
     "`Vectors`, `QueryRows`, or an array [tokens, dim] or [dim].",
     "encode_query.query": "A text or a picture.",
-    "documents": "One document or a list of them: texts, pictures or embeddings, as for queries, or "
-    "`DocumentDigest`s of texts that the engine has.",
+    "documents": "One document or a list of them: texts, pictures or embeddings, as for queries, or a "
+    "`DocumentDigest` for each text that the engine has.",
     "add_documents.documents": "A text, or a list of texts.",
     "texts": "A text, or a list of texts. Token ids, special tokens included, or a picture may stand in "
     "place of a text.",

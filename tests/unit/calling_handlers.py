@@ -81,6 +81,7 @@ class RecordingEngine(Engine):
 
     score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
     embed, embed_tokens = _recorded("embed"), _recorded("embed_tokens")
+    add_documents = _recorded("add_documents")
 
     async def in_thread(self, function: Any, size: int) -> Any:
         self.in_threads += 1

@@ -18,6 +18,7 @@ RANK = PAIRS | {"top_n": None, "score_threshold": None}
 RAW_RANK = RANK | {"use_activation": False}
 EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
+ADD = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 TEI_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 COHERE_EMBED = OLLAMA_EMBED = TEI_EMBED | {"dimensions": None}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
@@ -43,6 +44,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
     "deepinfra": (DEEPINFRA, SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "infinity": ("/infinity/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "documents": ("/documents", {"documents": ["d"]}, "add_documents", (["d"],), ADD),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
@@ -73,8 +75,8 @@ TEI = (*TEXTS_RERANKS, "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
 PAIRED = ("score", "deepinfra", *RERANKS)
 SCORING = (*PAIRED, *TEXTS_RERANKS)
-QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
-TRUNCATING = (*PAIRED, *EMBEDS, *CLASSIFIES)
+QUEUED = (*SCORING, "documents", *EMBEDS, *CLASSIFIES)
+TRUNCATING = (*PAIRED, "documents", *EMBEDS, *CLASSIFIES)
 VOYAGES = ("rerank", "reranking", "reranking documents", "multimodal")
 TOP_N = ("rerank", "reranking documents", "infinity", *TEXTS_RERANKS)
 STRICT = {"long_documents": "error"}
@@ -105,7 +107,8 @@ CHANGES: list[Change] = [
     *((TRUNCATING, STRICT, {"truncation": REFUSE}), (QUEUED, {"priority": 3}, {"priority": 3})),
     *((QUEUED, {"priority": "batch"}, {"priority": "batch"}), (QUEUED, {"timeout": 17.5}, {"timeout": 17.5})),
     (PAIRED, {"max_tokens_per_query": 5, "window_overlap": 4}, _cut(max_query_tokens=5, window_overlap=4)),
-    (PAIRED, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
+    ((*PAIRED, "documents"), {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
+    (("documents",), {"window_overlap": 4}, _cut(window_overlap=4)),
     (PAIRED, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
     (PAIRED, STRICT | {"max_tokens_per_doc": 6}, _truncation(max_document_tokens=6, refuse=True)),
     (TRUNCATING, STRICT | {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7, refuse=True)),
@@ -117,7 +120,7 @@ CHANGES: list[Change] = [
     (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
     ((*RERANKS, *TEXTS_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
     *((SCORING, {name: "find"}, {"instruction": "find"}) for name in ("instruction", "instruct")),
-    (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
+    ((*PAIRED, "documents"), {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
     (SCORING, {"cache": "refresh"}, {"cache": "refresh"}),
     (("score", "rerank"), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
@@ -161,6 +164,7 @@ CHANGES: list[Change] = [
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
     "/score": handlers.rerank.ScoreRequest, "/rerank": handlers.rerank.RerankRequest,
+    "/documents": handlers.documents.AddRequest,
     "/v1/reranking": handlers.vendor_reranks.RerankingRequest,
     "/v1/ranking": handlers.vendor_reranks.NvidiaRequest, DEEPINFRA: handlers.vendor_reranks.DeepInfraRequest,
     "/api/embed": handlers.vendor_embeddings.OllamaEmbedRequest,
@@ -179,6 +183,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 ALIASES = (
     *("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings", "/reranking"),
     "/v1/retrieval/all-MiniLM-L6-v2/reranking",
+    "/v1/documents",
 )
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
@@ -203,7 +208,7 @@ TEXTS = {
 @pytest.fixture
 def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
     """Its engine notes how it is called, which is all that is looked at here, and runs nothing."""
-    for method in ("score", "rerank", "embed", "embed_tokens", "classify"):
+    for method in ("score", "rerank", "embed", "embed_tokens", "classify", "add_documents"):
         monkeypatch.setattr(Engine, method, AsyncMock(side_effect=InvalidRequestError("not run")))
     return Caller(engine)
 
@@ -306,7 +311,7 @@ async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
 
 async def test_long_documents_of_the_server_hold_by_default(caller: Caller) -> None:
     for name in (*TRUNCATING, *TEI):
-        windowed = WINDOW_LONG if name in SCORING else CUT_LONG
+        windowed = WINDOW_LONG if name in (*SCORING, "documents") else CUT_LONG
         path, body, *_ = PLAIN[name]
         for setting, truncation in (("truncate", CUT_LONG), ("error", REFUSE), ("window", windowed)):
             one = Caller(caller.engine, long_documents=setting)
