@@ -118,10 +118,6 @@ class Batch(msgspec.Struct, kw_only=True):
         if status != "validating":
             setattr(self, f"{status}_at", int(time.time()))
 
-    def fail(self, code: str, message: str) -> None:
-        self.errors = BatchErrors([BatchError(code=code, message=message)])
-        self.become("failed")
-
 
 class Line(msgspec.Struct, kw_only=True):
     """A line of a job's file: a request. Its body stays undecoded, whatever it holds."""
@@ -400,8 +396,7 @@ class BatchStore:
                     info = self._info(id, size, f"{batch.id}_{name}.jsonl", "batch_output")
                     self._insert(connection, claim.tenant, info)
                     setattr(batch, field, id)
-            if not batch.is_over:
-                batch.become(status)
+            batch.become(status)
             query = "UPDATE batches SET info = ?, is_over = 1, claim = NULL WHERE id = ?"
             connection.execute(query, (_encoded(batch), batch.id))
 
@@ -548,22 +543,25 @@ class _Job:
     async def _run(self) -> None:
         batch = self.batch
         if self._claim.number > _MOST_CLAIMS:
-            batch.fail("given_up", f"the job was begun {_MOST_CLAIMS} times and never ended")
+            self._fail("given_up", f"the job was begun {_MOST_CLAIMS} times and never ended")
         elif batch.status == "validating":
-            await asyncio.to_thread(self._validate)
-        done: set[str] = set()
-        if not batch.is_over:
+            errors = await asyncio.to_thread(self._validate)
+            if errors:
+                batch.errors = BatchErrors(errors)
+                self._end("failed")
+            elif batch.status == "validating":
+                batch.become("in_progress")
+        if batch.errors is None:
             done = await asyncio.to_thread(self._resume)
-        if batch.status == "cancelling":
-            self._final_status = "cancelled"
-        elif not batch.is_over:
+            if batch.status == "cancelling":
+                self._end("cancelled")
             await self._run_lines(done)
         if self._final_status == "expired":
             await asyncio.to_thread(self._write_late)
-        if self._final_status == "failed":
+        elif self._final_status == "failed" and batch.errors is None:
             message = "the results have more bytes than your files may have (--limit batch_mb); delete some"
-            batch.fail("quota_exceeded", message)
-        if not batch.is_over and self._final_status != "cancelled":
+            self._fail("quota_exceeded", message)
+        if self._final_status in ("completed", "expired"):
             batch.become("finalizing")
         self._is_done = True
         await asyncio.to_thread(self._store.finish, self._claim, self._final_status)
@@ -596,13 +594,17 @@ class _Job:
                 self._end("expired")
             await asyncio.sleep(_LOOK_SECONDS)
 
+    def _fail(self, code: str, message: str) -> None:
+        self.batch.errors = BatchErrors([BatchError(code=code, message=message)])
+        self._end("failed")
+
     def _end(self, status: Status) -> None:
         if not self._must_end.is_set():
             self._final_status = status
             self._must_end.set()
 
-    def _validate(self) -> None:
-        batch = self.batch
+    def _validate(self) -> list[BatchError]:
+        """Counts the requests. Returns what is wrong with the file."""
         errors: list[BatchError] = []
         seen: set[str] = set()
         try:
@@ -620,10 +622,8 @@ class _Job:
             if isinstance(error, ApiError) and error.status != 404:
                 raise
             errors.append(BatchError(code="missing_file", message="the file of requests is gone"))
-        batch.request_counts.total = len(seen)
-        if errors:
-            batch.errors = BatchErrors(errors)
-        batch.become("failed" if errors else "in_progress")
+        self.batch.request_counts.total = len(seen)
+        return errors
 
     def _error_in(self, given: bytes, seen: set[str]) -> str | None:
         """What is wrong with a line; None if it can run."""
@@ -697,7 +697,7 @@ class _Job:
         except (FileNotFoundError, ApiError) as error:
             if isinstance(error, ApiError) and error.status != 404:
                 raise
-            self.batch.fail("missing_file", "the file of requests is gone")
+            self._fail("missing_file", "the file of requests is gone")
         finally:
             lines.close()  # type: ignore[attr-defined]
 

@@ -70,7 +70,7 @@ def test_every_field_of_a_request_has_a_bound_in_the_table() -> None:
         for field in _costly_fields(msgspec.inspect.type_info(kind))
     }
     # Queries and documents may be objects.
-    names = {*reading._OF_PICTURE, *reading._OF_VECTORS, *reading.PICTURE_URL}
+    names = {*reading._OF_PICTURE, *reading._OF_VECTORS, *reading._OF_DIGEST, *reading.PICTURE_URL}
     sent |= {("/rerank", name) for name in names}
     costs = _costs()
     for path, field in sorted(sent):
