@@ -626,7 +626,7 @@ class _Job:
         return errors
 
     def _error_in(self, given: bytes, seen: set[str]) -> str | None:
-        """What is wrong with a line; None if it can run."""
+        """Says what is wrong with a line. Returns None if it can run."""
         if len(given) > self._store.most_line_bytes:
             return "the line is longer than a request may be (--max-body-mb); send fewer documents in it"
         try:

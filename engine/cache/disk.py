@@ -1,6 +1,6 @@
 """Cached embeddings and texts on disk: SQLite databases that several processes may share.
 
-No part of it is mapped into memory: if someone truncates a mapped file, the process dies. For the same
+No part of them is mapped into memory: if someone truncates a mapped file, the process dies. For the same
 reason there is no write-ahead log, whose index is always mapped.
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Entry(Protocol):
-    """What a database holds under its key."""
+    """A value that a database holds under its key."""
 
     @property
     def nbytes(self) -> int: ...
@@ -45,8 +45,6 @@ E = TypeVar("E", bound=Entry)
 Identity = tuple[int, int]
 
 FILE = "maxsimd-embeddings.sqlite3"
-# A damaged database gets such a name, in place of an earlier one.
-DAMAGED_FILE = "maxsimd-embeddings.damaged.sqlite3"
 # Each new key rewrites a whole page of the index, so pages are small; but large entries take many of them.
 PAGE = 16 * 1024
 # The most bytes written at once, so that nobody waits for long.
@@ -413,7 +411,7 @@ class GuardedDatabase:
     def _handle(self, error: Exception, access: str, database: Database | None) -> None:
         """Logs a failure, and closes a database that is damaged or has lost its tables."""
         if _has_code(error, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            self._say("was locked for too long, so documents are encoded instead")
+            self._say("was locked for too long, and does without it for a moment")
         elif database is None:
             self._pause(PAUSE_SECONDS, _READ, _WRITTEN_TO)
             advice = f"cannot be used, so {self._what}s are cached in memory only: {_advice(error)}"
@@ -451,6 +449,7 @@ class GuardedDatabase:
 
     @property
     def _damaged_path(self) -> Path:
+        """The name of a database that was damaged, in place of an earlier one."""
         return self._path.with_suffix(".damaged.sqlite3")
 
     def _pause(self, seconds: float, *accesses: str) -> None:

@@ -175,7 +175,7 @@ VARIANTS = [
               {"cutoff_layer": cutoff, "compress_ratio": ratio,
                "compress_layers": ",".join(map(str, layers))}, execution="padded", exhaustive=i != 1)
       for i, (ratio, layers, cutoff) in enumerate([
-          (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
+          (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # layer 3 is not run
           (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3)])),
     *(Variant(f"a Llama that pools by {pooling}, with a sigmoid", retrained.nemotron_rerank, _sigmoids,
               edits=(settings(pooling=pooling, sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),),

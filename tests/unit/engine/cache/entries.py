@@ -5,6 +5,7 @@ import torch
 from maxsimd.engine.cache import CachedEmbedding
 
 MIB = 1024 * 1024
+DAMAGED_FILE = "maxsimd-embeddings.damaged.sqlite3"
 
 
 def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:

@@ -18,12 +18,12 @@ import torch
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache import disk as disk_module
-from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, DiskStore
+from maxsimd.engine.cache.disk import FILE, DiskStore
 from maxsimd.engine.cache.store import MemoryStore
 from tests.damage import DAMAGES, heed_permissions, undo
 from tests.forked import Forked
 from tests.logged import logged
-from tests.unit.engine.cache.entries import MIB, key, same
+from tests.unit.engine.cache.entries import DAMAGED_FILE, MIB, key, same
 from tests.waiting import wait_for
 
 MOMENTS = ("at start", "while serving", "in a clear")

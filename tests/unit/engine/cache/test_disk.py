@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from maxsimd.engine.cache import disk as disk_module
-from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, PAGE, DiskStore
+from maxsimd.engine.cache.disk import FILE, PAGE, DiskStore
 from maxsimd.engine.cache.embeddings import CachedEmbedding
-from tests.unit.engine.cache.entries import MIB, entry, key, same
+from tests.unit.engine.cache.entries import DAMAGED_FILE, MIB, entry, key, same
 
 
 def numbers(store: DiskStore) -> list[int]:
