@@ -339,6 +339,7 @@ class Wanted(Enum):
     TOKEN_VECTORS = auto()
     SPARSE_VECTORS = auto()
     CLASSES = auto()
+    LABELS = auto()
     ANYTHING = auto()
     # The models that the request names.
     CASCADE = auto()
@@ -362,8 +363,8 @@ def _gives(*tasks: str) -> _Fits:
 # The first test that any model passes decides, and the first model that passes it.
 _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
     Wanted.RANKING: (
-        lambda facts: facts.score_type in _RERANKERS and not facts.is_classifier,
-        lambda facts: not facts.is_classifier,
+        lambda facts: facts.score_type in _RERANKERS and facts.has_score,
+        lambda facts: facts.has_score,
         _anything,
     ),
     Wanted.VECTORS: (_gives("embed"), _gives("token_embed", "sparse_embed"), _anything),
@@ -374,6 +375,7 @@ _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
         lambda facts: facts.score_task == "classify",
         _anything,
     ),
+    Wanted.LABELS: (_gives("label_scores"), _anything),
     Wanted.ANYTHING: (_anything,),
 }
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from maxsimd.engine.requests import ClassifyResult as ClassifyResult
     from maxsimd.engine.requests import DocumentDigest as DocumentDigest
     from maxsimd.engine.requests import EmbedResult as EmbedResult
+    from maxsimd.engine.requests import LabelScores as LabelScores
     from maxsimd.engine.requests import Progress as Progress
     from maxsimd.engine.requests import RankedDocument as RankedDocument
     from maxsimd.engine.requests import RerankResult as RerankResult
@@ -59,8 +60,8 @@ _NAMES = {
     "RequestTimeoutError RequestTooLargeError UnknownDocumentsError UnknownModelError",
     "engine.media": "Content Picture PictureFile",
     "engine.requests": "CUT_LONG WINDOW_LONG AddedDocuments ClassifyResult DocumentDigest EmbedResult "
-    "Progress RankedDocument RerankResult ScoreResult SparseEmbedResult SparseVector TokenEmbedResult "
-    "TokenizedText Truncation Usage",
+    "LabelScores Progress RankedDocument RerankResult ScoreResult SparseEmbedResult SparseVector "
+    "TokenEmbedResult TokenizedText Truncation Usage",
     "engine.several.cascade": "CascadeDocument CascadeResult Stage StageResult",
     "engine.several.engines": "Engines",
     "engine.sync": "SyncEngine",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTooLargeError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
+from maxsimd.engine.requests import EmbedRequest, LabelRequest, RunOptions, ScoreRequest, Values
 from maxsimd.engine.scoring.scorer import EXPLAINED, ScoringPrice
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.pooling.vectors import Vectors
@@ -242,7 +242,9 @@ class Admission:
             raise refusal
 
     @contextmanager
-    def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
+    def permit(
+        self, request: ScoreRequest | EmbedRequest | LabelRequest, options: RunOptions
+    ) -> Iterator[Permit]:
         """The permit of a request while it is prepared. Raises QueueFullError if too much waits."""
         vector_tokens = self._price_of_vectors(request)
         estimate = self._estimate(request) + vector_tokens
@@ -502,12 +504,12 @@ class Admission:
         ahead = self._scheduler.work_ahead(self._limits.step_tokens, ("", 0))
         return self._scheduler.rate.seconds(ahead) or 0.0
 
-    def _price_of_vectors(self, request: ScoreRequest | EmbedRequest) -> int:
+    def _price_of_vectors(self, request: ScoreRequest | EmbedRequest | LabelRequest) -> int:
         """The price, in tokens, of scoring documents that were sent as embeddings, or of work on vectors. It
         is known before anything is prepared; a text query counts as an average one."""
         if isinstance(request, EmbedRequest):
             return request.more_tokens
-        if not request.has_vectors:
+        if isinstance(request, LabelRequest) or not request.has_vectors:
             return 0
         times = 1 + EXPLAINED if request.explain else 1
         queries = [len(each) if isinstance(each, Vectors) else 1 for each in request.queries]
@@ -518,8 +520,8 @@ class Admission:
         ]
         return self._limits.scoring.tokens(sum(rows), len(rows))
 
-    def _estimate(self, request: ScoreRequest | EmbedRequest) -> int:
+    def _estimate(self, request: ScoreRequest | EmbedRequest | LabelRequest) -> int:
         tokens = round(request.size * self._counted_tokens / self._counted_size)
-        if not request.truncation.windows:
+        if isinstance(request, LabelRequest) or not request.truncation.windows:
             tokens = min(tokens, request.num_texts * self._limits.sequence_tokens)
         return max(1, tokens)

@@ -20,7 +20,8 @@ class ScoreType(Enum):
     """The ways to score a query against a document. Listwise (jina-reranker-v3) runs a query with a block of
     documents in one pass, and scores each from the hidden state at its marker. Sparse is the dot product of
     word weights. Hybrid (bge-m3) is the weighted mean of dense, sparse and multi-vector scores of one
-    pass."""
+    pass. A language model gives no single score, but the probability of each label that a request names as
+    the next token."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"
@@ -28,6 +29,7 @@ class ScoreType(Enum):
     LISTWISE = "listwise"
     SPARSE = "sparse"
     HYBRID = "hybrid"
+    LANGUAGE_MODEL = "language-model"
 
 
 # The numbers that options take. `compress_ratio` is as in FlagEmbedding.
@@ -126,14 +128,14 @@ class EngineConfig:
     offline: bool = option(
         False, "Never contact a hub, and verify the checksums of downloaded folders", group="model"
     )
-    score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder", "sparse", "hybrid"] = (
-        option(
-            "auto",
-            "auto, late-interaction, cross-encoder, bi-encoder, sparse or hybrid (bge-m3)",
-            group="model",
-            metavar="TYPE",
-            is_usual=True,
-        )
+    score_type: Literal[
+        "auto", "late-interaction", "cross-encoder", "bi-encoder", "sparse", "hybrid", "language-model"
+    ] = option(
+        "auto",
+        "auto, late-interaction, cross-encoder, bi-encoder, sparse, hybrid (bge-m3) or language-model",
+        group="model",
+        metavar="TYPE",
+        is_usual=True,
     )
     hybrid_weights: str | None = option(
         None,

@@ -51,6 +51,8 @@ from maxsimd.engine.requests import (
     EmbedResult,
     InputType,
     Item,
+    LabelRequest,
+    LabelScores,
     LongInputPolicy,
     OnError,
     OnTimeout,
@@ -72,6 +74,7 @@ from maxsimd.engine.requests import (
     Value,
     Values,
     as_inputs,
+    as_prompts,
     as_query,
     as_scored,
     as_texts,
@@ -626,6 +629,35 @@ class Engine:
             of_pairs, values = await running.run(running.processors.scores, pairs, options)
             plan = of_pairs
         return await run_in_thread_if_large(values.work, classified, plan, values, model, use_activation)
+
+    @_call
+    async def label_scores(
+        self,
+        query: str | Sequence[int],
+        documents: str | Sequence[str] | Sequence[Sequence[int]],
+        labels: Sequence[int | str],
+        *,
+        apply_softmax: bool = False,
+        document_first: bool = False,
+        priority: Priority = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+        progress: Progress | None = None,
+    ) -> LabelScores:
+        """Returns the probability of each label as the next token behind each prompt, which is the query and
+        a document: float32 [documents, labels]. For language models (`score_type="language-model"`).
+
+        Texts are tokenized as one, between the tokenizer's special tokens; token ids are taken as they are.
+        Prompts are never truncated."""
+        running = self._require()
+        processor = running.processors.labels
+        request = LabelRequest(*as_prompts(query, documents), document_first)
+        found = processor.label_ids(tuple(labels))
+        self.metrics.request_documents.observe(len(request.documents))
+        options = RunOptions(priority, tenant, timeout, progress)
+        plan, values = await running.run(processor, request, options)
+        work = values.work * (1 + len(found) // 16)
+        return await run_in_thread_if_large(work, plan.scores, values, found, apply_softmax)
 
     @property
     def score_processor(self) -> ScoreProcessor:

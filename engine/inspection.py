@@ -127,6 +127,8 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
         scorer = None
     if model.listwise is not None or (model.items_have_ids and scorer is None) or len(model.labels) > 1:
         return None
+    if not model.has_score:
+        return None
     limit = model.max_tokens
     prompt = config.query_prompt
     if config.instruction is not None and model.encodes_apart:
@@ -198,6 +200,8 @@ def _score(model: LoadedModel) -> str:
             "cosine of each document's marker with the query's, "
             f"up to {rules.block_documents} documents or {rules.context} tokens a pass"
         )
+    if model.score_type is ScoreType.LANGUAGE_MODEL:
+        return "none but those of labels that a request names (POST /v1/label-scores)"
     if model.score_type is not ScoreType.CROSS_ENCODER:
         weights = ", ".join(f"{weight:g}" for weight in model.hybrid_weights)
         weighed = f", weighted {weights}" if model.similarity == "hybrid" else ""
@@ -236,6 +240,8 @@ def _task(model: LoadedModel, name: str) -> str:
 def _inputs(model: LoadedModel) -> dict[str, str]:
     if model.listwise is not None:
         return {"instruction": "taken" if model.instruction is None else repr(model.instruction)}
+    if model.score_type is ScoreType.LANGUAGE_MODEL:
+        return {"prompt": "the query and a document, one behind the other, as one text"}
     if model.score_type is not ScoreType.CROSS_ENCODER:
         pooling = ""
         if model.token_pooling is not None:

@@ -22,6 +22,12 @@ MEANINGS = {
     "`text_pairs`.",
     "tokenize.texts": "A text, or a list of texts.",
     "text_pairs": "The second texts of pairs, one for each text, or any number for one text.",
+    "label_scores.query": "The first part of each prompt: a text, or token ids.",
+    "label_scores.documents": "The second parts: one text or a list of them, or a list of token ids for each "
+    "if the query is token ids.",
+    "labels": "The labels to score: token ids, or texts of one token each.",
+    "apply_softmax": "Whether the probabilities of the labels are made to sum to 1.",
+    "document_first": "Whether a document stands before the query in its prompt.",
     "top_n": "The most documents to return. None or 0 returns all. InvalidRequestError if it is negative.",
     "score_threshold": "Leaves out documents with a lower score. None leaves out none.",
     "truncation": '"cut" truncates texts that are too long for the model, and counts them in '

@@ -331,6 +331,31 @@ class EmbedRequest:
         return len(self.texts)
 
 
+@dataclass(frozen=True, slots=True)
+class LabelRequest:
+    """Prompts of a language model, each of the query and a document, all texts or all token ids. The query
+    comes first unless `document_first`."""
+
+    query: str | tuple[int, ...]
+    documents: tuple[str, ...] | tuple[tuple[int, ...], ...]
+    document_first: bool = False
+
+    @property
+    def size(self) -> int:
+        """The characters or token ids to run; each text counts as some more. A shared query runs once."""
+        queries = len(self.documents) if self.document_first else 1
+        return _size(self.documents) + len(self.query) * queries
+
+    @property
+    def reading(self) -> int:
+        """The amount to read in a thread, as `size` counts it."""
+        return self.size
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.documents) + 1
+
+
 def are_texts(items: Sequence[Any]) -> bool:
     """Whether all items are strings, without a look at each of thousands in Python."""
     return set(map(type, items)) == {str}
@@ -535,6 +560,22 @@ class ClassifyResult:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelScores:
+    """The probability of each label behind each prompt, float32 [documents, labels]. `labels` are the token
+    ids."""
+
+    scores: NDArray[np.float32]
+    labels: tuple[int, ...]
+    usage: Usage
+    timings: Timings = Timings()
+
+    @property
+    def truncated(self) -> int:
+        """The number of truncated inputs: 0, because prompts that are too long are refused."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEmbedResult:
     """One matrix per text: float32 [tokens, dim] each. `truncated` counts the truncated texts. `tokens` has a
     string per row of each matrix, as the vocabulary writes it; None if not asked for, and for models whose
@@ -693,13 +734,40 @@ def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] 
 
 
 def _as_ids(item: Any, i: int) -> tuple[int, ...]:
+    if (ids := _ids_in(item)) is not None:
+        return ids
+    kind = type(item).__name__
+    raise InvalidRequestError(f"input[{i}] is neither text nor picture nor token ids but {kind}", "input")
+
+
+def _ids_in(item: Any) -> tuple[int, ...] | None:
+    """A list of integers as a tuple; None for anything else."""
     given = item.tolist() if _is_array(item) else item
-    if isinstance(given, Iterable) and not isinstance(given, bytes | bytearray):
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray):
         ids = tuple(given)
         if all(issubclass(kind, Integral) for kind in {*map(type, ids)}):
             return ids
-    kind = type(item).__name__
-    raise InvalidRequestError(f"input[{i}] is neither text nor picture nor token ids but {kind}", "input")
+    return None
+
+
+def as_prompts(
+    query: Any, documents: Any
+) -> tuple[str | tuple[int, ...], tuple[str, ...] | tuple[tuple[int, ...], ...]]:
+    """A query and documents that are all texts, or all token ids. Raises InvalidRequestError for others."""
+    if isinstance(query, str):
+        return query, as_texts(documents, "documents")
+    ids = _ids_in(query)
+    if ids is None:
+        raise InvalidRequestError(f"query is neither text nor token ids but {type(query).__name__}", "query")
+    found = [_ids_in(document) for document in _in_order(documents, "documents")]
+    if not found:
+        raise InvalidRequestError("documents is empty; give at least one", "documents")
+    if None in found:
+        raise InvalidRequestError(
+            f"documents[{found.index(None)}] must be token ids, as the query is; give texts in both, or ids",
+            "documents",
+        )
+    return ids, tuple(each for each in found if each is not None)
 
 
 def _in_order(items: Any, param: str) -> Any:

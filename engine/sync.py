@@ -225,6 +225,7 @@ class SyncEngine:
     embed_tokens = _blocking(Engine.embed_tokens)
     embed_sparse = _blocking(Engine.embed_sparse)
     classify = _blocking(Engine.classify)
+    label_scores = _blocking(Engine.label_scores)
     tokenize = _blocking(Engine.tokenize)
 
     @wraps(Engine.stream, assigned=())

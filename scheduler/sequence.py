@@ -281,10 +281,11 @@ class TokenSequence:
         slot: ResultSlot,
         tokens: AnyTokens,
         prefix: "TokenSequence | None" = None,
+        task: str = "classify",
     ) -> "TokenSequence":
-        """A query and a document in one sequence, for a cross-encoder. With a `prefix` it runs behind that,
-        whose pictures are not among the tokens'."""
-        payload = Payload(Role.PAIR, "classify", tokens, slot)
+        """A query and a document in one sequence. With a `prefix` it runs behind that, whose pictures are
+        not among the tokens'."""
+        payload = Payload(Role.PAIR, task, tokens, slot)
         waits_for = tokens.images[-1].image_id if tokens.images else None
         if prefix is None:
             return cls(sequence_id, slot.request_id, payload, waits_for)

@@ -76,6 +76,12 @@ class EngineAnswers:
             case wire.Classify():
                 inputs = received_inputs(question.texts)
                 return wire.Classified(await engine.classify(inputs, **_options("classify", question)))
+            case wire.ScoreLabels():
+                query, *items = cast("Any", received_inputs(question.prompts))
+                found = await engine.label_scores(
+                    query, items, question.labels, **_options("label_scores", question)
+                )
+                return wire.ScoredLabels(found)
             case wire.Converse():
                 return wire.Conversation(*await engine.conversation(**msgspec.structs.asdict(question)))
             case wire.Command.CLEAR_CACHE:

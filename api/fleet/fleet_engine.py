@@ -38,6 +38,7 @@ from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
     Item,
+    LabelScores,
     RankedDocument,
     RerankResult,
     ScoreOptions,
@@ -45,6 +46,7 @@ from maxsimd.engine.requests import (
     SparseEmbedResult,
     TokenEmbedResult,
     as_inputs,
+    as_prompts,
     as_scored,
     as_texts,
     as_truncation,
@@ -361,6 +363,33 @@ class FleetEngine:
         job = WholeJob(sum(map(size_of, inputs)), options.get("timeout"), ask)
         await self._run_whole(job)
         return cast("wire.Classified", job.answer).result
+
+    async def label_scores(
+        self,
+        query: Any,
+        documents: Any,
+        labels: Sequence[int | str],
+        *,
+        apply_softmax: bool = False,
+        document_first: bool = False,
+        **options: Any,
+    ) -> LabelScores:
+        check_task("label_scores", self.facts.dims)
+        first, others = as_prompts(query, documents)
+        prompts = (first, *others)
+
+        def ask(left: float | None) -> wire.ScoreLabels:
+            return wire.ScoreLabels(
+                prompts=wire.sent_inputs(prompts),
+                labels=[*labels],
+                run=run_of(options, left),
+                apply_softmax=apply_softmax,
+                document_first=document_first,
+            )
+
+        job = WholeJob(sum(map(size_of, prompts)), options.get("timeout"), ask)
+        await self._run_whole(job)
+        return cast("wire.ScoredLabels", job.answer).result
 
     async def _run(self, job: Job) -> None:
         """Spreads a request. One that may be too large goes to one engine whole, which refuses it. Raises

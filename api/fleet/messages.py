@@ -39,6 +39,7 @@ from maxsimd.engine.requests import (
     EmbedResult,
     InputType,
     Item,
+    LabelScores,
     OnError,
     OnTimeout,
     Priority,
@@ -170,6 +171,17 @@ class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     use_activation: bool = True
 
 
+class ScoreLabels(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """`Engine.label_scores`."""
+
+    # The query comes first.
+    prompts: list[SentInput]
+    labels: list[int | str]
+    run: Run
+    apply_softmax: bool = False
+    document_first: bool = False
+
+
 class Converse(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """`Engine.conversation`."""
 
@@ -194,7 +206,16 @@ class Command(Enum):
 
 
 Question: TypeAlias = (
-    Score | EncodeQuery | Rank | AddDocuments | Embed | Classify | Converse | SetTenants | Command
+    Score
+    | EncodeQuery
+    | Rank
+    | AddDocuments
+    | Embed
+    | Classify
+    | ScoreLabels
+    | Converse
+    | SetTenants
+    | Command
 )
 
 
@@ -235,6 +256,10 @@ class EmbeddedSparse(msgspec.Struct, tag=True, frozen=True):
 
 class Classified(msgspec.Struct, tag=True, frozen=True):
     result: ClassifyResult
+
+
+class ScoredLabels(msgspec.Struct, tag=True, frozen=True):
+    result: LabelScores
 
 
 class Conversation(msgspec.Struct, tag=True, frozen=True):
@@ -294,6 +319,7 @@ Answer: TypeAlias = (
     | EmbeddedTokens
     | EmbeddedSparse
     | Classified
+    | ScoredLabels
     | Conversation
     | Done
     | Metrics

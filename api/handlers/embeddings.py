@@ -559,9 +559,9 @@ def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | Non
     # The engine refuses other dimensions.
 
 
-def check_labels(state: ServerState, num_texts: int) -> None:
-    """Refuses more texts than there is room for all labels of."""
-    num_labels = len(state.engine.facts.labels)
+def check_labels(state: ServerState, num_texts: int, num_labels: int | None = None) -> None:
+    """Refuses more texts than there is room for all labels of: the model's, or so many."""
+    num_labels = len(state.engine.facts.labels) if num_labels is None else num_labels
     most = state.bodies.most // (_BYTES_A_LABEL * max(1, num_labels))
     if num_texts > most:
         raise RequestTooLargeError(

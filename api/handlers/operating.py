@@ -166,7 +166,7 @@ def model_card(state: ServerState, name: str) -> ModelCard:
 
 def _scale(facts: ModelFacts, normalize: bool) -> CardScale | None:
     """The scale of scores by default, or of normalized ones; None if the model has none."""
-    if facts.is_classifier or (normalize and not facts.normalizes):
+    if not facts.has_score or (normalize and not facts.normalizes):
         return None
     scale = facts.scales.normalized if normalize else facts.scales.default
     return CardScale(scale.transform, scale.least, scale.most)
@@ -195,6 +195,8 @@ def _tei_kind(model: ModelFacts) -> dict[str, Any]:
     """The model's purposes for text-embeddings-inference's clients. Some look only at the first key."""
     if model.is_classifier:
         return {"classifier": _labels(model)}
+    if not model.has_score:
+        return {}
     ranking = {"reranker": _labels(model)}
     if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
         return ranking

@@ -20,6 +20,7 @@ from maxsimd.engine import (
     AddedDocuments,
     ClassifyResult,
     EmbedResult,
+    LabelScores,
     RequestTimeoutError,
     RerankResult,
     ScoreResult,
@@ -39,6 +40,7 @@ Result: TypeAlias = (
     | TokenEmbedResult
     | SparseEmbedResult
     | ClassifyResult
+    | LabelScores
 )
 
 # Time beyond the timeout for work beside the engine.

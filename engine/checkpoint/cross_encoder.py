@@ -314,7 +314,8 @@ def load_answering(
     if template is None and family is None:
         raise ModelLoadError(
             f"{path!r} is a {files.architecture} and says neither how it is asked nor how it answers: "
-            "give score_template, whose answers are taken to be yes and no, or name a model of a known "
+            "give score_template, whose answers are taken to be yes and no, set "
+            'score_type="language-model" to score labels that requests name, or name a model of a known '
             "family: " + ", ".join(family.example for family in FAMILIES.values())
         )
     if template is None and family is not None and files.config.get("auto_map") and not has_decoder:

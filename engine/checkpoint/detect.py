@@ -274,8 +274,9 @@ SUPPORTED = (
     Kind(("*ForSequenceClassification",), (CROSS,), "with transformers alone or as CrossEncoder saves"),
     Kind(
         ("*ForCausalLM",),
-        (CROSS, *_OF_EMBEDDINGS),
-        "language models that answer yes or no, or as a score template says; LogitScore saves",
+        (CROSS, "language-model", *_OF_EMBEDDINGS),
+        "language models that answer yes or no, or as a score template says; LogitScore saves; scores of the "
+        "labels of a request",
     ),
     Kind(("*ForMaskedLM",), ("sparse", *_OF_EMBEDDINGS), "SPLADE, plain or as SparseEncoder saves"),
     Kind(

@@ -156,6 +156,8 @@ Undo = Callable[[str, torch.Tensor, Config], torch.Tensor]
 
 # The rows of the answers of a reranker, which the loader puts back into its output layer.
 ANSWERS = "cls.output.weight"
+# The key of a config that says that other rows of the output layer were left out.
+ANSWERS_ALONE = "answers_alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +437,7 @@ def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Confi
             "architectures": [family.whole],
             # The embeddings may be the output layer, too. The rows of a reranker's answers are its own.
             "tie_word_embeddings": config["tie_word_embeddings"] and ANSWERS not in file.shapes,
+            ANSWERS_ALONE: ANSWERS in file.shapes and "output.weight" not in file.shapes,
             "_name_or_path": f"{file.get('general.name')} {file.get('general.basename')}",
         }
     if pooling != _RANK:

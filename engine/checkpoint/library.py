@@ -46,9 +46,10 @@ from maxsimd.engine.checkpoint.files import (
     read_files,
     refuse_incomplete,
 )
-from maxsimd.engine.checkpoint.gguf import from_gguf
+from maxsimd.engine.checkpoint.gguf import ANSWERS_ALONE, from_gguf
 from maxsimd.engine.checkpoint.heads import Dense, modules_of
 from maxsimd.engine.checkpoint.known_settings import UNSUPPORTED_MODULES
+from maxsimd.engine.checkpoint.language_model import load_language_model
 from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
 from maxsimd.engine.checkpoint.model import LoadedModel, is_causal, max_tokens, position_offset, uncounted_id
 from maxsimd.engine.checkpoint.quantized import format_of, quantized_weights
@@ -241,6 +242,8 @@ def _load_parts(
     """The parts of a `LoadedModel` that depend on the kind of checkpoint."""
     if score_type is ScoreType.LISTWISE:
         return load_listwise(path, options)
+    if score_type is ScoreType.LANGUAGE_MODEL:
+        return load_language_model(path, options)
     if score_type is ScoreType.CROSS_ENCODER:
         template = score_template(config)
         if files.architecture == LLAMA_RERANKER:
@@ -478,6 +481,18 @@ def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType
             f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
             'load it with score_type="bi-encoder" or "late-interaction", or name a '
             "*ForSequenceClassification checkpoint"
+        )
+    if score_type is ScoreType.LANGUAGE_MODEL and (
+        not is_language_model(files) or says_both_ways(files.config) or files.architecture in LAYERWISE
+    ):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}, which does not say what comes next in a text; "
+            'score_type="language-model" is for *ForCausalLM checkpoints that read in one direction'
+        )
+    if score_type is ScoreType.LANGUAGE_MODEL and files.config.get(ANSWERS_ALONE):
+        raise ModelLoadError(
+            f"{model!r} has no more of its output layer than the rows of yes and no; name the model that it "
+            "was made from"
         )
     if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:
         raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a {LISTWISE}")

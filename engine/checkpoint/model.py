@@ -38,6 +38,8 @@ Similarity = Literal[
 ]
 # The task whose items are sparse vectors, and that whose items are all that hybrid scores are made of.
 SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
+# The task of a language model: the last hidden state of a prompt, and the normalizer of its next token.
+LABEL_SCORES = "label_scores"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,9 +154,9 @@ class LoadedModel:
     """A checkpoint in memory: what its files say, and its weights.
 
     `backbone` maps token ids to hidden states. `tasks` are keyed embed, token_embed, sparse_embed,
-    hybrid_embed, classify and rank. Scores are computed from the items of `score_task`, compared by
-    `similarity`; a cross-encoder's logits are its scores, and a listwise model scores by its `listwise`
-    rules. `activation` turns logits into the scores that the authors meant, `probabilities` into
+    hybrid_embed, classify, label_scores and rank. Scores are computed from the items of `score_task`,
+    compared by `similarity`; a cross-encoder's logits are its scores, and a listwise model scores by its
+    `listwise` rules. `activation` turns logits into the scores that the authors meant, `probabilities` into
     probabilities. With several `labels` the score is the probability of the label `score_label`; None where
     there is no score.
 
@@ -221,12 +223,19 @@ class LoadedModel:
     @property
     def has_score(self) -> bool:
         """Whether a query and a document have one score."""
+        if self.score_task == LABEL_SCORES:
+            return False
         return self.score_task != "classify" or len(self.labels) == 1 or self.score_label is not None
 
     @property
     def encodes_apart(self) -> bool:
         """Whether queries and documents have embeddings, from which scores are made."""
-        return self.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
+        return not self.reads_pairs and self.score_type is not ScoreType.LISTWISE
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether a query and a document are one sequence."""
+        return self.score_task in ("classify", LABEL_SCORES)
 
     @property
     def items_have_ids(self) -> bool:

@@ -51,7 +51,7 @@ class ModelFacts:
     @property
     def is_classifier(self) -> bool:
         """Whether it only classifies: several labels give no single score, unless one is chosen."""
-        return not self.has_score
+        return not self.has_score and "classify" in self.dims
 
     @property
     def how_it_runs(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from os.path import commonprefix
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -622,6 +622,9 @@ class CrossEncoderProcessor(ScoreProcessor):
     With prefix sharing, the tokens before the document run once for all pairs of a query. Without CUDA
     graphs even a lone pair is split there, so that its score does not depend on other pairs."""
 
+    # The task of a pair.
+    _task: ClassVar[str] = "classify"
+
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
         model, tokenizer, longest = context.model, context.tokenizer, context.limits.longest_sequence
@@ -685,7 +688,7 @@ class CrossEncoderProcessor(ScoreProcessor):
         ]
         if request.explain:
             check_explained_lines(request.explain, [one.windows for one in facts])
-        sequences = self._sequences(pairs, ids)
+        sequences = pair_sequences(pairs, self._context.sharing, ids, self._task)
         truncated_queries = sum(query.truncated for query in queries) + found.truncated_queries(request)
         return CrossEncoderPlan(
             sequences=sequences,
@@ -741,23 +744,25 @@ class CrossEncoderProcessor(ScoreProcessor):
             pairs.append(pair)
         return pairs
 
-    def _sequences(self, pairs: Sequence[BuiltPair], ids: RequestIds) -> list[TokenSequence]:
-        """Returns the sequences of all windows, each prefix before the first window that begins with it."""
-        sharing = self._context.sharing
-        shared = [] if sharing is None else _shared_prefixes(sharing, pairs, ids)
-        prefix_of: Mapping[int, TokenSequence] = {i: prefix for prefix, windows in shared for i in windows}
-        windows: list[JoinedTokens | Tokens] = [window for pair in pairs for window in pair.windows]
-        sequences: list[TokenSequence] = []
-        added: set[int] = set()
-        for i, tokens in enumerate(windows):
-            prefix = prefix_of.get(i)
-            if prefix is not None and prefix.sequence_id not in added:
-                sequences.append(prefix)
-                added.add(prefix.sequence_id)
-            if isinstance(tokens, Tokens):
-                tokens = tokens.behind(0 if prefix is None else len(prefix), ids.sequence_ids)
-            sequences.append(TokenSequence.pair(ids.next_sequence_id(), ids.slot(i), tokens, prefix))
-        return sequences
+
+def pair_sequences(
+    pairs: Sequence[BuiltPair], sharing: PrefixSharing | None, ids: RequestIds, task: str
+) -> list[TokenSequence]:
+    """Returns the sequences of all windows, each prefix before the first window that begins with it."""
+    shared = [] if sharing is None else _shared_prefixes(sharing, pairs, ids)
+    prefix_of: Mapping[int, TokenSequence] = {i: prefix for prefix, windows in shared for i in windows}
+    windows: list[JoinedTokens | Tokens] = [window for pair in pairs for window in pair.windows]
+    sequences: list[TokenSequence] = []
+    added: set[int] = set()
+    for i, tokens in enumerate(windows):
+        prefix = prefix_of.get(i)
+        if prefix is not None and prefix.sequence_id not in added:
+            sequences.append(prefix)
+            added.add(prefix.sequence_id)
+        if isinstance(tokens, Tokens):
+            tokens = tokens.behind(0 if prefix is None else len(prefix), ids.sequence_ids)
+        sequences.append(TokenSequence.pair(ids.next_sequence_id(), ids.slot(i), tokens, prefix, task))
+    return sequences
 
 
 def _shared_prefixes(

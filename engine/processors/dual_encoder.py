@@ -357,7 +357,7 @@ class DualEncoderProcessor(ScoreProcessor):
 
     @classmethod
     def is_for(cls, model: LoadedModel) -> bool:
-        return model.score_task != "classify" and model.listwise is None
+        return not model.reads_pairs and model.listwise is None
 
     def plan(self, request: ScoreRequest, ids: RequestIds) -> DualEncoderPlan:
         if request.explain and self._model.token_pooling is not None:

@@ -26,6 +26,7 @@ from maxsimd.engine.processors.text.tokenization import TextTokenizer, is_broken
 from maxsimd.engine.requests import (
     DocumentDigest,
     EmbedRequest,
+    LabelRequest,
     Scored,
     ScoreOptions,
     ScoreRequest,
@@ -441,7 +442,7 @@ class RequestIds:
 # Documents that fail together are tried this many at a time, then one by one.
 _TRIED_TOGETHER = 32
 
-RequestT = TypeVar("RequestT", bound=ScoreRequest | EmbedRequest)
+RequestT = TypeVar("RequestT", bound=ScoreRequest | EmbedRequest | LabelRequest)
 PlanT = TypeVar("PlanT", bound=Plan)
 
 

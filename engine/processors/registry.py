@@ -5,6 +5,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.processors.cross_encoder import CrossEncoderProcessor
 from maxsimd.engine.processors.dual_encoder import DualEncoderProcessor, QueryProcessor
 from maxsimd.engine.processors.embedding import EmbeddingProcessor
+from maxsimd.engine.processors.labels import LabelProcessor, LanguageModelProcessor
 from maxsimd.engine.processors.listwise import ListwiseProcessor
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.text.builder import LengthLimits, shortest_text
@@ -15,6 +16,7 @@ SCORE_PROCESSORS: tuple[type[ScoreProcessor], ...] = (
     DualEncoderProcessor,
     CrossEncoderProcessor,
     ListwiseProcessor,
+    LanguageModelProcessor,
 )
 
 
@@ -36,6 +38,17 @@ class Processors:
                 "queries",
             )
         return self.scores.queries
+
+    @property
+    def labels(self) -> LabelProcessor:
+        """Raises InvalidRequestError for a model that is not served as a language model."""
+        if not isinstance(self.scores, LanguageModelProcessor):
+            raise InvalidRequestError(
+                "this model scores no labels that a request names; serve a *ForCausalLM checkpoint with "
+                'score_type="language-model"',
+                "model",
+            )
+        return self.scores.labels
 
 
 def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunked: bool) -> None:

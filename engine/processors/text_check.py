@@ -103,7 +103,7 @@ class _Check:
         """Returns the number of compared probes. Raises ModelLoadError."""
         if self._model.listwise is not None:
             self._listwise()
-        elif self._model.score_task == "classify":
+        elif self._model.reads_pairs:
             self._pairs()
         else:
             self._apart()
@@ -364,7 +364,7 @@ def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Token
     wanted: list[Callable[[], AnyTokens]]
     if model.listwise is not None:
         wanted = [partial(ours.together, _QUERY, [mixed, ending, ""])]
-    elif model.score_task == "classify":
+    elif model.reads_pairs:
         wanted = [partial(ours.together, "opened?", [ending])]
         if model.pairs.template is None:
             wanted = [partial(ours.together, mixed, ["a file"]), *wanted, partial(ours.text, ending, None)]

@@ -14,6 +14,7 @@ from maxsimd.engine.metrics import EngineMetrics
 _SCORES = {"queries": "q", "documents": ["d"]}
 _RERANKS = {"query": "q", "documents": ["d"]}
 _PASSAGES = {"query": {"text": "q"}, "passages": [{"text": "d"}]}
+_LABELS = {"query": "q", "items": ["d"], "label_token_ids": [1, 2]}
 GOOD: dict[tuple[str, str], Any] = {
     **{("POST", path): _SCORES for path in ("/score", "/v1/score")},
     **{("POST", path): _RERANKS for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations")},
@@ -26,6 +27,7 @@ GOOD: dict[tuple[str, str], Any] = {
     ("POST", "/v1/inference/all-MiniLM-L6-v2"): _SCORES,
     **{("POST", path): {"input": "d"} for path in ("/v1/embeddings", "/embeddings", "/v1/multi-vector")},
     **{("POST", path): {"input": "d"} for path in ("/pooling", "/classify", "/api/embed")},
+    **{("POST", path): _LABELS for path in ("/label-scores", "/v1/label-scores", "/generative_scoring")},
     **{("POST", url): {"inputs": "d"} for url in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")},
     ("POST", "/tokenize"): {"text": "d"},
     ("POST", "/detokenize"): {"tokens": [101]},
@@ -40,8 +42,15 @@ GOOD: dict[tuple[str, str], Any] = {
     ("DELETE", "/cache"): None,
 }
 POSTED = sorted(path for method, path in GOOD if method == "POST")
-# The default model is no classifier, and gives no sparse vectors.
-REFUSING = {"/classify", "/predict", "/embed_sparse"}
+# The default model is no classifier and no language model, and gives no sparse vectors.
+REFUSING = {
+    "/classify",
+    "/predict",
+    "/embed_sparse",
+    "/label-scores",
+    "/v1/label-scores",
+    "/generative_scoring",
+}
 RERANK = GOOD["POST", "/rerank"]
 HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
 
@@ -81,7 +90,7 @@ class RecordingEngine(Engine):
 
     score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
     embed, embed_tokens = _recorded("embed"), _recorded("embed_tokens")
-    add_documents = _recorded("add_documents")
+    add_documents, label_scores = _recorded("add_documents"), _recorded("label_scores")
 
     async def in_thread(self, function: Any, size: int) -> Any:
         self.in_threads += 1

@@ -13,7 +13,7 @@ from maxsimd.api.handlers.handle import _ALL
 from maxsimd.api.wire import Name
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.media import _MAX_ASPECT_RATIO, PictureLimits
-from maxsimd.engine.processors import embedding
+from maxsimd.engine.processors import embedding, labels
 from maxsimd.engine.processors.dual_encoder import MOST_MAPPED, MOST_NOTED
 from maxsimd.engine.processors.processor import MOST_EXPLAINED
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED
@@ -96,6 +96,7 @@ def test_bounds_in_the_table_are_those_of_the_code() -> None:
         ("model", f"{Name.__metadata__[0].max_length:,} characters"),
         ("prompt", f"{tokens._MOST_CHARACTERS:,} characters"),
         ("tokens", f"{MOST_DECODED:,} tokens"),
+        ("labels", f"{labels.MOST_LABELS:,} labels"),
         ("ids", f"{MOST_DECODED:,} tokens"),
         ("images", f"{limits.file_bytes >> 20} MiB, {limits.pixels:,} pixels"),
         ("images", f"sides as 1 to {_MAX_ASPECT_RATIO}"),

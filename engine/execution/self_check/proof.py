@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
+from maxsimd.engine.checkpoint.model import LABEL_SCORES
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.devices import dtype_name, one_thread
 from maxsimd.engine.execution.runner import ModelRunner
@@ -60,7 +61,7 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, samples: Seque
     prefix = TokenSequence.prefix(-1, 0, sequence.tokens.first(middle), num_consumers=1)
     after = replace(sequence, shared_prefix_len=middle, prefix_id=prefix.sequence_id)
     runs = [[Step(0, (Chunk(sequence, 0, middle),)), Step(1, (Chunk(sequence, middle, len(sequence)),))]]
-    if sequence.payload.task == "classify":
+    if sequence.payload.task in ("classify", LABEL_SCORES):
         runs.append([Step(2, (Chunk(prefix, 0, middle), Chunk(after, middle, len(after))))])
     found = []
     for steps in runs:

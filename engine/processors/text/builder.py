@@ -318,15 +318,7 @@ class TextBuilder:
     def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
         """Builds a sequence of the caller's token ids, special tokens included."""
         name = InputName(self._param, index)
-        size = self._tokenizer.vocabulary_size
-        parts = []
-        for start in range(0, max(1, len(token_ids)), _IDS):
-            yield_to_smaller()
-            part = token_ids[start : start + _IDS]
-            if not part or min(part) < 0 or max(part) >= size:
-                raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
-            parts.append(self._tokenizer.known(np.array(part, dtype=np.int32), self._param, name))
-        ids = np.concatenate(parts)
+        ids = checked_ids(token_ids, self._tokenizer, name)
         room = Room(self.long_inputs.limit, 0)
         fitted = self.long_inputs.truncate_to_room(ids, room, name, self.own_length)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
@@ -423,6 +415,18 @@ class TextBuilder:
             skipped |= np.isin(ids, self.rules.skipped_ids)
         pooled = np.flatnonzero(~skipped) if skipped.any() else None
         return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
+
+
+def checked_ids(token_ids: tuple[int, ...], tokenizer: TextTokenizer, name: InputName) -> TokenIds:
+    """Returns a caller's token ids. Raises InvalidRequestError for none, and for those that no token has."""
+    size, parts = tokenizer.vocabulary_size, []
+    for start in range(0, max(1, len(token_ids)), _IDS):
+        yield_to_smaller()
+        part = token_ids[start : start + _IDS]
+        if not part or min(part) < 0 or max(part) >= size:
+            raise name.error(f"must hold token ids from 0 to {size - 1}")
+        parts.append(tokenizer.known(np.array(part, dtype=np.int32), name.param, name))
+    return np.concatenate(parts)
 
 
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:

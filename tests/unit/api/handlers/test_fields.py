@@ -19,6 +19,7 @@ RAW_RANK = RANK | {"use_activation": False}
 EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
 ADD = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
+LABELS = {"apply_softmax": False, "document_first": False, "priority": 0, "tenant": "", "timeout": None}
 TEI_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 COHERE_EMBED = OLLAMA_EMBED = TEI_EMBED | {"dimensions": None}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
@@ -30,6 +31,7 @@ NVIDIA_BODY = {"query": {"text": "q"}, "passages": [{"text": "d"}, {"text": "e"}
 SIMILARITY_BODY = {"inputs": {"source_sentence": "d", "sentences": ["e", "f"]}}
 TOKENS_BODY = {"input": "d", "task": "token_embed"}
 VOYAGE_BODY = {"inputs": [{"content": [{"type": "text", "text": "d"}]}]}
+LABELS_BODY = {"query": "q", "items": ["d"], "label_token_ids": [1]}
 TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 DEEPINFRA = "/v1/inference/all-MiniLM-L6-v2"
 
@@ -53,6 +55,14 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
+    "label-scores": ("/v1/label-scores", LABELS_BODY, "label_scores", ("q", ["d"], [1]), LABELS),
+    "generative_scoring": (
+        "/generative_scoring",
+        LABELS_BODY,
+        "label_scores",
+        ("q", ["d"], [1]),
+        LABELS | {"apply_softmax": True},
+    ),
     "ollama": ("/api/embed", {"input": "d"}, "embed", (["d"],), OLLAMA_EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), COHERE_EMBED),
@@ -75,7 +85,8 @@ TEI = (*TEXTS_RERANKS, "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
 PAIRED = ("score", "deepinfra", *RERANKS)
 SCORING = (*PAIRED, *TEXTS_RERANKS)
-QUEUED = (*SCORING, "documents", *EMBEDS, *CLASSIFIES)
+LABELING = ("label-scores", "generative_scoring")
+QUEUED = (*SCORING, "documents", *EMBEDS, *CLASSIFIES, *LABELING)
 TRUNCATING = (*PAIRED, "documents", *EMBEDS, *CLASSIFIES)
 VOYAGES = ("rerank", "reranking", "reranking documents", "multimodal")
 TOP_N = ("rerank", "reranking documents", "infinity", *TEXTS_RERANKS)
@@ -149,6 +160,8 @@ CHANGES: list[Change] = [
     (OF_VECTORS, {"model": "all-MiniLM-L6-v2:document"}, {"input_type": "document"}),
     (OF_VECTORS, {"model": "all-MiniLM-L6-v2@clustering"}, {"prompt_name": "clustering"}),
     (CLASSIFIES, {"use_activation": True}, {}),
+    *((LABELING, {"apply_softmax": given}, {"apply_softmax": given}) for given in (True, False)),
+    *((LABELING, {"item_first": True}, {"document_first": True}), (LABELING, {"item_first": False}, {})),
     (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
     (COHERE_EMBEDS, {"truncate": "END"}, _cut(side="right")),
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
@@ -172,6 +185,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), handlers.embeddings.EmbeddingsRequest),
     "/pooling": handlers.embeddings.PoolingRequest, "/classify": handlers.classification.ClassifyRequest,
     "/predict": handlers.classification.PredictRequest,
+    "/v1/label-scores": handlers.labels.LabelScoresRequest,
+    "/generative_scoring": handlers.labels.GenerativeScoringRequest,
     **dict.fromkeys(("/v1/embed", "/v2/embed"), handlers.vendor_embeddings.CohereEmbedRequest),
     "/v1/multimodalembeddings": handlers.vendor_embeddings.MultimodalRequest,
     "/embed": handlers.tei.TeiEmbedRequest, "/embed_all": handlers.tei.TeiEmbedAllRequest,
@@ -183,7 +198,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 ALIASES = (
     *("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings", "/reranking"),
     "/v1/retrieval/all-MiniLM-L6-v2/reranking",
-    "/v1/documents",
+    *("/v1/documents", "/label-scores"),
 )
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
@@ -201,6 +216,7 @@ ONE_VECTOR = {"late_chunking", "chunks", "encoding", "muvera"}
 # Fields that hold the texts: tested below.
 TEXTS = {
     *("query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2", "texts"),
+    *("labels", "label_token_ids"),
     *("rank_fields", "input", "inputs", "images", "task", "text", "prompt", "passages"),
 }
 
@@ -208,7 +224,7 @@ TEXTS = {
 @pytest.fixture
 def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
     """Its engine notes how it is called, which is all that is looked at here, and runs nothing."""
-    for method in ("score", "rerank", "embed", "embed_tokens", "classify", "add_documents"):
+    for method in ("score", "rerank", "embed", "embed_tokens", "classify", "add_documents", "label_scores"):
         monkeypatch.setattr(Engine, method, AsyncMock(side_effect=InvalidRequestError("not run")))
     return Caller(engine)
 
@@ -268,6 +284,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "task": ("plugin", 1),
     "tokens": ("a", [-1], ["a"], [1.5], None),
     "ids": ("a", [-1], ["a"], [1.5], None, [1, [2]]),
+    "labels": ("a", [7]),
+    "label_token_ids": ("a", ["a"], [1.5]),
     "images": (["data:image/png;base64,"],),
     "chunks": ([1], [[1]], [[-1, 2]], [["a", 2]]),
     "muvera": ({"k_sim": -1}, {"r_reps": 0}, {"seed": 1.5}, {"full_length": "yes"}),
@@ -280,6 +298,10 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "dimensions"): (0, -1, "three", 1.5) for path in ("/embed", "/")},
     **{(path, "inputs"): (None, [], 3, True, [["a", 1]], ["a", 1]) for path in ("/similarity", "/")},
     ("/tokenize", "inputs"): (3, [1]),
+    **{
+        (path, "items"): (7, [], None, ["a", 7], [[1]])
+        for path in ("/v1/label-scores", "/generative_scoring")
+    },
     ("/v1/reranking", "input"): (7, ["a", 7]),
     ("/v1/ranking", "truncate"): ("START", True),
     # Only documents that are scored are read through windows.

@@ -1,0 +1,156 @@
+"""Scores of labels by a language model: the probabilities of tokens as the next one behind a prompt.
+
+A prompt is a query and a document, one behind the other, as in SGLang's scoring API and vLLM's generative
+scoring. The query's tokens run once for all prompts that begin with them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.language_model import DOCUMENT_FIRST, OutputLayer
+from maxsimd.engine.checkpoint.model import LABEL_SCORES
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.processors.cross_encoder import (
+    BuiltPair,
+    CrossEncoderProcessor,
+    TemplatePairBuilder,
+    pair_sequences,
+)
+from maxsimd.engine.processors.processor import Plan, Processor, ProcessorContext, RequestIds
+from maxsimd.engine.processors.text.builder import FittedText, InputName, checked_ids
+from maxsimd.engine.requests import CUT_LONG, LabelRequest, LabelScores, ScoreOptions, ScoreRequest, Values
+from maxsimd.scheduler import JoinedTokens
+from maxsimd.scheduler.sequence import TokenIds
+
+# The most labels of a request.
+MOST_LABELS = 1024
+# The most tokens that an error shows.
+_SHOWN = 8
+_NONE = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LabelPlan(Plan):
+    """One value for each document: its prompt's item of the output layer."""
+
+    output: OutputLayer
+
+    def input_of(self, value: int) -> str:
+        return f"documents[{value}]"
+
+    def scores(self, values: Values, labels: tuple[int, ...], apply_softmax: bool) -> LabelScores:
+        items = np.concatenate([np.asarray(value) for value in values.values])
+        found = np.exp(self.output.log_probabilities(items, labels, apply_softmax))
+        return LabelScores(found, labels, self.usage, values.timings)
+
+
+class LabelProcessor(Processor[LabelRequest, LabelPlan]):
+    """Makes one sequence of each prompt, or of what follows the query in it."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        model = context.model
+        head, template = model.tasks[LABEL_SCORES].head, model.pairs.template
+        assert isinstance(head, OutputLayer)
+        assert template is not None
+        self.output = head
+        turned = replace(template, segments=(*template.segments[:-1], DOCUMENT_FIRST))
+        self._query_first, self._document_first = (
+            TemplatePairBuilder(context.tokenizer, each, None) for each in (template, turned)
+        )
+
+    def prepare(self, request: LabelRequest, ids: RequestIds) -> LabelPlan:
+        pairs, num_tokens = [], 0
+        for pair in self._pairs(request, ids):
+            num_tokens += sum(map(len, pair.windows))
+            ids.check_tokens(num_tokens)
+            pairs.append(pair)
+        sequences = pair_sequences(pairs, self._context.sharing, ids, LABEL_SCORES)
+        return LabelPlan(sequences=sequences, num_values=len(pairs), output=self.output)
+
+    def label_ids(self, labels: Sequence[int | str]) -> tuple[int, ...]:
+        """Returns the token ids of labels, each given as that or as a text of one token. Raises
+        InvalidRequestError for others."""
+        if not labels:
+            raise InvalidRequestError("labels is empty; give at least one", "labels")
+        if len(labels) > MOST_LABELS:
+            raise InvalidRequestError(
+                f"labels has {len(labels)} entries, but at most {MOST_LABELS} are taken at a time", "labels"
+            )
+        return tuple(self._label_id(label, InputName("labels", i)) for i, label in enumerate(labels))
+
+    def _label_id(self, label: int | str, name: InputName) -> int:
+        if isinstance(label, str):
+            (ids,) = self._tokenizer.encode([label], "labels", _SHOWN + 1, names=[name])
+            if len(ids) != 1:
+                shown = ", ".join(map(repr, self._tokenizer.strings(ids[:_SHOWN].tolist()))) or "nothing"
+                more = ", ..." if len(ids) > _SHOWN else ""
+                raise name.error(
+                    f"must be one token, and {label[:80]!r} is {shown}{more}; name a part of it, with or "
+                    "without a space before it, or a token id"
+                )
+            return int(ids[0])
+        if isinstance(label, bool) or not 0 <= label < self.output.num_tokens:
+            raise name.error(f"must be a token id from 0 to {self.output.num_tokens - 1}, not {label}")
+        return int(label)
+
+    def _pairs(self, request: LabelRequest, ids: RequestIds) -> Iterator[BuiltPair]:
+        if isinstance(request.query, str):
+            yield from self._of_texts(request, ids)
+        else:
+            yield from self._of_ids(request)
+
+    def _of_texts(self, request: LabelRequest, ids: RequestIds) -> Iterator[BuiltPair]:
+        texts = ScoreRequest(
+            queries=(cast("str", request.query),),
+            documents=cast("tuple[str, ...]", request.documents),
+            truncation=CUT_LONG,
+        )
+        builder = self._document_first if request.document_first else self._query_first
+        long_inputs = self._limits.applied_to(CUT_LONG, ids.most_tokens)
+        for i, pair in enumerate(builder.build(texts, [FittedText(_NONE)], long_inputs)):
+            if pair.truncated:
+                raise self._too_long(i)
+            yield pair
+
+    def _of_ids(self, request: LabelRequest) -> Iterator[BuiltPair]:
+        query = checked_ids(cast("tuple[int, ...]", request.query), self._tokenizer, InputName("query", 0))
+        prefix = _NONE if request.document_first else query
+        for i, given in enumerate(cast("tuple[tuple[int, ...], ...]", request.documents)):
+            document = checked_ids(given, self._tokenizer, InputName("documents", i))
+            parts: tuple[TokenIds, ...] = (query, document)
+            parts = parts[::-1] if request.document_first else parts
+            if len(query) + len(document) > self._limits.longest_sequence:
+                raise self._too_long(i)
+            yield BuiltPair([JoinedTokens.of(parts, (0, 0))], prefix, truncated=False)
+
+    def _too_long(self, document: int) -> InvalidRequestError:
+        return InputName("documents", document).error(
+            f"and the query have more than the {self._limits.longest_sequence} tokens that can be run; "
+            "shorten them"
+        )
+
+
+class LanguageModelProcessor(CrossEncoderProcessor):
+    """Reads prompts in two parts as pairs. They have no score, but those of the labels of a request."""
+
+    _task = LABEL_SCORES
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        self.labels = LabelProcessor(context)
+
+    @classmethod
+    def is_for(cls, model: LoadedModel) -> bool:
+        return model.score_task == LABEL_SCORES
+
+    def check_options(self, options: ScoreOptions) -> None:
+        raise InvalidRequestError(
+            "this model is a language model that scores the labels of a request (POST /v1/label-scores) and "
+            "gives a query and a document no single score; for that, start it with a score_template in place "
+            "of its score_type",
+            "model",
+        )
