@@ -340,6 +340,7 @@ class Wanted(Enum):
     SPARSE_VECTORS = auto()
     CLASSES = auto()
     LABELS = auto()
+    TOKEN_CLASSES = auto()
     ANYTHING = auto()
     # The models that the request names.
     CASCADE = auto()
@@ -371,11 +372,12 @@ _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
     Wanted.TOKEN_VECTORS: (_gives("token_embed"), _gives("embed"), _anything),
     Wanted.SPARSE_VECTORS: (_gives("sparse_embed"), _gives("embed", "token_embed"), _anything),
     Wanted.CLASSES: (
-        lambda facts: facts.is_classifier,
+        lambda facts: facts.is_classifier and facts.score_task == "classify",
         lambda facts: facts.score_task == "classify",
         _anything,
     ),
     Wanted.LABELS: (_gives("label_scores"), _anything),
+    Wanted.TOKEN_CLASSES: (_gives("token_classify"), _anything),
     Wanted.ANYTHING: (_anything,),
 }
 

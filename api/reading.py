@@ -380,6 +380,17 @@ def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]
     return [content_of({"image": each}, f"{param}[{i}]", param) for i, each in enumerate(values)]
 
 
+def plain_texts(inputs: Inputs, param: str) -> list[str]:
+    """The inputs of a model that labels tokens. Raises InvalidRequestError for anything but texts."""
+    if not are_texts(inputs):
+        raise InvalidRequestError(
+            f"{param} must be texts, because labels come with the characters of their tokens; send no token "
+            "ids, pictures or messages",
+            param,
+        )
+    return cast("list[str]", inputs)
+
+
 def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> None:
     """Refuses token ids unless they are accepted."""
     if not accepted and isinstance(inputs[0], list):

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from maxsimd.engine.requests import ScoreResult as ScoreResult
     from maxsimd.engine.requests import SparseEmbedResult as SparseEmbedResult
     from maxsimd.engine.requests import SparseVector as SparseVector
+    from maxsimd.engine.requests import TokenClassifyResult as TokenClassifyResult
     from maxsimd.engine.requests import TokenEmbedResult as TokenEmbedResult
+    from maxsimd.engine.requests import TokenEntity as TokenEntity
     from maxsimd.engine.requests import TokenizedText as TokenizedText
     from maxsimd.engine.requests import Truncation as Truncation
     from maxsimd.engine.requests import Usage as Usage
@@ -61,7 +63,8 @@ _NAMES = {
     "engine.media": "Content Picture PictureFile",
     "engine.requests": "CUT_LONG WINDOW_LONG AddedDocuments ClassifyResult DocumentDigest EmbedResult "
     "LabelScores Progress RankedDocument RerankResult ScoreResult SparseEmbedResult SparseVector "
-    "TokenEmbedResult TokenizedText Truncation Usage",
+    "TokenClassifyResult "
+    "TokenEmbedResult TokenEntity TokenizedText Truncation Usage",
     "engine.several.cascade": "CascadeDocument CascadeResult Stage StageResult",
     "engine.several.engines": "Engines",
     "engine.sync": "SyncEngine",

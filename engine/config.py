@@ -21,7 +21,7 @@ class ScoreType(Enum):
     documents in one pass, and scores each from the hidden state at its marker. Sparse is the dot product of
     word weights. Hybrid (bge-m3) is the weighted mean of dense, sparse and multi-vector scores of one
     pass. A language model gives no single score, but the probability of each label that a request names as
-    the next token."""
+    the next token. A token classifier labels the tokens of a text, and scores nothing."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"
@@ -30,6 +30,13 @@ class ScoreType(Enum):
     SPARSE = "sparse"
     HYBRID = "hybrid"
     LANGUAGE_MODEL = "language-model"
+    TOKEN_CLASSIFIER = "token-classifier"
+
+    @property
+    def encodes_apart(self) -> bool:
+        """Whether queries and documents have embeddings, from which scores are made."""
+        together = ScoreType.CROSS_ENCODER, ScoreType.LISTWISE, ScoreType.LANGUAGE_MODEL
+        return self not in (*together, ScoreType.TOKEN_CLASSIFIER)
 
 
 # The numbers that options take. `compress_ratio` is as in FlagEmbedding.

@@ -17,6 +17,7 @@ from maxsimd.engine import media
 from maxsimd.engine.actors.actor import SetWeights
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.model import TOKEN_CLASSIFY
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.load import DeviceModel
@@ -45,6 +46,7 @@ from maxsimd.engine.processors.processor import Plan, ScorePlan, ScoreProcessor,
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, chat_text
 from maxsimd.engine.requests import (
     AddedDocuments,
+    AggregationStrategy,
     CacheMode,
     ClassifyResult,
     EmbedRequest,
@@ -68,12 +70,14 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     Timings,
+    TokenClassifyResult,
     TokenEmbedResult,
     TokenizedText,
     Usage,
     Value,
     Values,
     as_inputs,
+    as_labels,
     as_prompts,
     as_query,
     as_scored,
@@ -82,6 +86,7 @@ from maxsimd.engine.requests import (
     check_dimensions,
     check_options,
     check_paired,
+    check_strategy,
     check_task,
     rank,
 )
@@ -658,6 +663,43 @@ class Engine:
         plan, values = await running.run(processor, request, options)
         work = values.work * (1 + len(found) // 16)
         return await run_in_thread_if_large(work, plan.scores, values, found, apply_softmax)
+
+    @_call
+    async def token_classify(
+        self,
+        texts: str | Sequence[str],
+        *,
+        aggregation_strategy: AggregationStrategy = "none",
+        ignore_labels: Sequence[str] = ("O",),
+        stride: int | None = None,
+        return_logits: bool = False,
+        max_tokens: int | None = None,
+        truncation: LongInputPolicy = "cut",
+        priority: Priority = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+        progress: Progress | None = None,
+    ) -> TokenClassifyResult:
+        """Returns a token classifier's entities, such as names, for each text, as transformers'
+        `TokenClassificationPipeline` gives them."""
+        check_task(TOKEN_CLASSIFY, self.model.tasks)
+        check_strategy(aggregation_strategy, stride, return_logits)
+        request = EmbedRequest(
+            texts=as_texts(texts, "input"),
+            task="token_classify",
+            truncation=as_truncation(truncation),
+            max_tokens=max_tokens,
+            stride=stride,
+        )
+        ignored = as_labels(ignore_labels)
+        running = self._require()
+        self.metrics.request_documents.observe(request.num_texts)
+        options = RunOptions(priority, tenant, timeout, progress)
+        plan, values = await running.run(running.processors.token_classification, request, options)
+        make = partial(plan.result, values, aggregation_strategy, ignored)
+        if return_logits:
+            make = partial(plan.logits, values)
+        return await self._in_any_thread(make, request.size)
 
     @property
     def score_processor(self) -> ScoreProcessor:

@@ -8,7 +8,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.checkpoint.heads import after_reference
-from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, TOKEN_CLASSIFY
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
 from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.checkpoint.recipe_store import texts_content
@@ -125,9 +125,8 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
     scorer = reader if isinstance(reader, LibraryReader) and reader.can_score else None
     if config.dimensions is not None:  # the library's vectors have all
         scorer = None
-    if model.listwise is not None or (model.items_have_ids and scorer is None) or len(model.labels) > 1:
-        return None
-    if not model.has_score:
+    has_no_score = len(model.labels) > 1 or not model.has_score
+    if model.listwise is not None or (model.items_have_ids and scorer is None) or has_no_score:
         return None
     limit = model.max_tokens
     prompt = config.query_prompt
@@ -195,6 +194,8 @@ def show(rows: dict[str, str | list[str]]) -> str:
 
 
 def _score(model: LoadedModel) -> str:
+    if model.score_type is ScoreType.TOKEN_CLASSIFIER:
+        return f"none, with {len(model.labels)} labels of tokens: {', '.join(model.labels)}"
     if (rules := model.listwise) is not None:
         return (
             "cosine of each document's marker with the query's, "
@@ -232,7 +233,8 @@ def _task(model: LoadedModel, name: str) -> str:
     task = model.tasks[name]
     if task.words is not None:
         return f"pools {task.pooling}, {task.head}: weights of up to {task.words} words"
-    unit = "dimensions" if name != "classify" else "label" if task.dim == 1 else "labels"
+    of_labels = name in ("classify", TOKEN_CLASSIFY)
+    unit = "dimensions" if not of_labels else "label" if task.dim == 1 else "labels"
     normalized = ", normalized" if task.normalized else ""
     return f"pools {task.pooling}, then {task.head}: {task.dim} {unit}{normalized}"
 
@@ -242,6 +244,8 @@ def _inputs(model: LoadedModel) -> dict[str, str]:
         return {"instruction": "taken" if model.instruction is None else repr(model.instruction)}
     if model.score_type is ScoreType.LANGUAGE_MODEL:
         return {"prompt": "the query and a document, one behind the other, as one text"}
+    if model.score_type is ScoreType.TOKEN_CLASSIFIER:
+        return {}
     if model.score_type is not ScoreType.CROSS_ENCODER:
         pooling = ""
         if model.token_pooling is not None:

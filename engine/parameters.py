@@ -21,6 +21,7 @@ MEANINGS = {
     "classify.texts": "A text, or a list of texts. Token ids may stand in place of a text, but not with "
     "`text_pairs`.",
     "tokenize.texts": "A text, or a list of texts.",
+    "token_classify.texts": "A text, or a list of texts.",
     "text_pairs": "The second texts of pairs, one for each text, or any number for one text.",
     "label_scores.query": "The first part of each prompt: a text, or token ids.",
     "label_scores.documents": "The second parts: one text or a list of them, or a list of token ids for each "
@@ -68,6 +69,14 @@ MEANINGS = {
     "chunks": "With `late_chunking` and one text, the start and end of each chunk in characters.",
     "encoding": '"muvera" or a `Muvera`: a late-interaction model returns one vector per text, made of '
     "its token vectors. The inner product of two approximates MaxSim. Needs `input_type`.",
+    "aggregation_strategy": '"none" gives an entry for each token. "simple" joins neighbors of the same tag. '
+    '"first", "average" and "max" also give all tokens of a word one label: that of its first token, that of '
+    "their mean probabilities, or that of its likeliest token.",
+    "ignore_labels": "Labels to leave out. With groups, these are tags, without B- and I-.",
+    "stride": "Reads texts that are too long in windows, which share this many tokens, and joins their "
+    "entities. None truncates texts. At most half of a window; not with `aggregation_strategy` "
+    '"none".',
+    "return_logits": "Whether the result has the logits of all tokens in place of entities.",
     "max_tokens": "Refuses texts that have more tokens together, with RequestTooLargeError before they "
     "run. None sets no limit.",
     "return_tokens": "Whether the result has the string of each token.",

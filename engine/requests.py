@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, cast, get_args, overload
 
 import numpy as np
 import torch
@@ -86,6 +86,9 @@ OnError = Literal["fail", "report"]
 
 # use: read documents from the cache and cache new ones; bypass: neither; refresh: run all and cache them.
 CacheMode = Literal["use", "bypass", "refresh"]
+
+# Rules by which tokens become entities, as transformers' pipeline names them.
+AggregationStrategy = Literal["none", "simple", "first", "average", "max"]
 
 
 # interactive: someone waits for it; batch: it uses the rest.
@@ -298,15 +301,17 @@ class ScoreRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
     """Texts to turn into one vector (`embed`), one vector per token (`token_embed`), weights of words
-    (`sparse_embed`) or labels (`classify`), behind the prompt of `input_type` or the one named `prompt_name`.
+    (`sparse_embed`), labels (`classify`) or labels of tokens (`token_classify`), behind the prompt of
+    `input_type` or the one named `prompt_name`.
 
     A text may also be token ids, special tokens included, or have pictures. Texts with more than `max_tokens`
     together are refused. With `chunks` one text has a vector per chunk (late chunking). With `takes_cached`
     token vectors of documents that the same `cache_owner` has cached are read from the cache, in its
-    precision. Later work on the vectors costs `more_tokens`."""
+    precision. Later work on the vectors costs `more_tokens`. With a `stride`, long texts to label are read in
+    windows that share this many tokens."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
-    task: Literal["embed", "token_embed", "sparse_embed", "classify"]
+    task: Literal["embed", "token_embed", "sparse_embed", "classify", "token_classify"]
     input_type: InputType | None = None
     prompt_name: str | None = None
     truncation: Truncation = REFUSE_LONG
@@ -315,6 +320,7 @@ class EmbedRequest:
     takes_cached: bool = False
     cache_owner: str = ""
     more_tokens: int = 0
+    stride: int | None = None
 
     @property
     def size(self) -> int:
@@ -576,6 +582,43 @@ class LabelScores:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenEntity:
+    """A token, word or group of words with its `label` and probability. `start` is its first character in the
+    text, `end` the one after its last, and `word` how the tokenizer writes it. Tokens have the `index` of
+    their row."""
+
+    label: str
+    score: float
+    word: str
+    start: int
+    end: int
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLogits:
+    """The `logits` of a text's tokens, special ones included, float32 [tokens, labels], with their `ids`,
+    int32 [tokens], and characters `spans`, int32 [tokens, 2], which are -1 for special tokens."""
+
+    logits: NDArray[np.float32]
+    ids: NDArray[np.int32]
+    spans: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClassifyResult:
+    """The entities of each text, in the order of the text. `truncated` counts the truncated texts. Requests
+    for `logits` get those of each text in place of entities."""
+
+    entities: list[list[TokenEntity]]
+    labels: tuple[str, ...]
+    usage: Usage
+    truncated: int = 0
+    timings: Timings = Timings()
+    logits: list[TokenLogits] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEmbedResult:
     """One matrix per text: float32 [tokens, dim] each. `truncated` counts the truncated texts. `tokens` has a
     string per row of each matrix, as the vocabulary writes it; None if not asked for, and for models whose
@@ -815,6 +858,33 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
     """Raises InvalidRequestError for more columns than the model has, or fewer than one."""
     if dimensions is not None and not 1 <= dimensions <= dim:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
+
+
+def as_labels(labels: Sequence[str]) -> frozenset[str]:
+    """Names of labels as a set. Raises InvalidRequestError for anything but a list of strings."""
+    if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+        raise InvalidRequestError("ignore_labels must be a list of strings", "ignore_labels")
+    return frozenset(labels)
+
+
+def check_strategy(strategy: str, stride: int | None, return_logits: bool) -> None:
+    """Raises InvalidRequestError for an unknown strategy, for a stride without entities to join, and for
+    logits of joined tokens."""
+    known = get_args(AggregationStrategy)
+    if strategy not in known:
+        raise InvalidRequestError(
+            f"aggregation_strategy {strategy!r} is not known; use {', '.join(known)}", "aggregation_strategy"
+        )
+    if return_logits and strategy != "none":
+        raise InvalidRequestError(
+            "return_logits gives tokens, and aggregation_strategy joins them; leave out one", "return_logits"
+        )
+    if stride is not None and strategy == "none":
+        raise InvalidRequestError(
+            "stride joins the entities of several windows, and tokens have no entities; leave it out, or set "
+            "aggregation_strategy to simple, first, average or max",
+            "stride",
+        )
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:

@@ -226,6 +226,7 @@ class SyncEngine:
     embed_sparse = _blocking(Engine.embed_sparse)
     classify = _blocking(Engine.classify)
     label_scores = _blocking(Engine.label_scores)
+    token_classify = _blocking(Engine.token_classify)
     tokenize = _blocking(Engine.tokenize)
 
     @wraps(Engine.stream, assigned=())

@@ -82,6 +82,10 @@ class EngineAnswers:
                     query, items, question.labels, **_options("label_scores", question)
                 )
                 return wire.ScoredLabels(found)
+            case wire.TokenClassify():
+                texts = cast("list[str]", [*map(received_item, question.texts)])
+                options = _options("token_classify", question)
+                return wire.TokenClassified(await engine.token_classify(texts, **options))
             case wire.Converse():
                 return wire.Conversation(*await engine.conversation(**msgspec.structs.asdict(question)))
             case wire.Command.CLEAR_CACHE:

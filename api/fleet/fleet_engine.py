@@ -35,6 +35,7 @@ from maxsimd.engine.metrics import EngineStats, MergedMetrics
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     AddedDocuments,
+    AggregationStrategy,
     ClassifyResult,
     EmbedResult,
     Item,
@@ -44,12 +45,15 @@ from maxsimd.engine.requests import (
     ScoreOptions,
     ScoreResult,
     SparseEmbedResult,
+    TokenClassifyResult,
     TokenEmbedResult,
     as_inputs,
+    as_labels,
     as_prompts,
     as_scored,
     as_texts,
     as_truncation,
+    check_strategy,
     check_task,
     rank,
 )
@@ -390,6 +394,36 @@ class FleetEngine:
         job = WholeJob(sum(map(size_of, prompts)), options.get("timeout"), ask)
         await self._run_whole(job)
         return cast("wire.ScoredLabels", job.answer).result
+
+    async def token_classify(
+        self,
+        texts: Any,
+        *,
+        aggregation_strategy: AggregationStrategy = "none",
+        ignore_labels: Sequence[str] = ("O",),
+        stride: int | None = None,
+        return_logits: bool = False,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> TokenClassifyResult:
+        check_task("token_classify", self.facts.dims)
+        check_strategy(aggregation_strategy, stride, return_logits)
+        given = as_texts(texts, "input")
+
+        def ask(left: float | None) -> wire.TokenClassify:
+            return wire.TokenClassify(
+                texts=cast("list[str | wire.SentBroken]", wire.sent_items(given)),
+                run=run_of(options, left),
+                aggregation_strategy=aggregation_strategy,
+                ignore_labels=sorted(as_labels(ignore_labels)),
+                stride=stride,
+                return_logits=return_logits,
+                max_tokens=max_tokens,
+            )
+
+        job = WholeJob(sum(map(size_of, given)), options.get("timeout"), ask)
+        await self._run_whole(job)
+        return cast("wire.TokenClassified", job.answer).result
 
     async def _run(self, job: Job) -> None:
         """Spreads a request. One that may be too large goes to one engine whole, which refuses it. Raises

@@ -33,6 +33,7 @@ from maxsimd.engine.errors import Refusal
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
 from maxsimd.engine.processors.text.tokenization import is_broken
 from maxsimd.engine.requests import (
+    AggregationStrategy,
     CacheMode,
     ClassifyResult,
     DocumentDigest,
@@ -46,6 +47,7 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     Timings,
+    TokenClassifyResult,
     TokenEmbedResult,
     Truncation,
     Usage,
@@ -182,6 +184,18 @@ class ScoreLabels(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     document_first: bool = False
 
 
+class TokenClassify(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """`Engine.token_classify`."""
+
+    texts: list[str | SentBroken]
+    run: Run
+    aggregation_strategy: AggregationStrategy
+    ignore_labels: list[str]
+    stride: int | None = None
+    return_logits: bool = False
+    max_tokens: int | None = None
+
+
 class Converse(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """`Engine.conversation`."""
 
@@ -213,6 +227,7 @@ Question: TypeAlias = (
     | Embed
     | Classify
     | ScoreLabels
+    | TokenClassify
     | Converse
     | SetTenants
     | Command
@@ -260,6 +275,10 @@ class Classified(msgspec.Struct, tag=True, frozen=True):
 
 class ScoredLabels(msgspec.Struct, tag=True, frozen=True):
     result: LabelScores
+
+
+class TokenClassified(msgspec.Struct, tag=True, frozen=True):
+    result: TokenClassifyResult
 
 
 class Conversation(msgspec.Struct, tag=True, frozen=True):
@@ -320,6 +339,7 @@ Answer: TypeAlias = (
     | EmbeddedSparse
     | Classified
     | ScoredLabels
+    | TokenClassified
     | Conversation
     | Done
     | Metrics

@@ -291,7 +291,7 @@ class ScoreJob(Job):
         told: NewScores | None = None,
     ) -> None:
         """`told` gets scores as they come, some more than once. Raises InvalidRequestError."""
-        takes_vectors = facts.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
+        takes_vectors = facts.score_type.encodes_apart
         self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
         self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
         sizes = [*map(size_of, self.documents)]

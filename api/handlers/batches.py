@@ -24,7 +24,7 @@ log = logging.getLogger("maxsimd.batches")
 # The routes whose requests a job may have.
 ENDPOINTS = frozenset(
     {"/v1/embeddings", "/v1/multi-vector", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"}
-    | {"/classify", "/pooling"}
+    | {"/classify", "/pooling", "/v1/token-classify"}
 )
 FILES, BATCHES = "/v1/files", "/v1/batches"
 # Bytes that a form has beside its file, at most; of the headers of a part, and of a boundary; parts.

@@ -26,8 +26,10 @@ from maxsimd.engine import (
     InvalidRequestError,
     Muvera,
     RequestTooLargeError,
+    TokenClassifyResult,
     TokenEmbedResult,
 )
+from maxsimd.engine.processors.token_classification import probabilities
 from maxsimd.engine.requests import InputType as EngineInputType
 from maxsimd.engine.workers import run_in_thread_if_large
 
@@ -43,7 +45,11 @@ Array = NDArray[np.float32]
 _FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _MOST_INT8 = 127
 
-_Result = ClassifyResult | EmbedResult | TokenEmbedResult
+_Result = ClassifyResult | TokenClassifyResult | EmbedResult | TokenEmbedResult
+# The tasks that give labels.
+_CLASSIFYING = ("classify", "token_classify")
+# The exponential of a number beyond this is not a float32.
+_STEEP = 80.0
 
 # Fields of chats alone, with values that change nothing.
 _OF_CHAT = {
@@ -164,11 +170,11 @@ class EmbeddingsRequest(wire.Common, kw_only=True):
 
 class PoolingRequest(EmbeddingsRequest, kw_only=True):
     task: Annotated[
-        Literal["token_embed", "embed", "classify"] | None,
+        Literal["token_embed", "embed", "classify", "token_classify"] | None,
         about("What to give. Default: what the model is scored by.", "embed"),
     ] = None
     use_activation: Annotated[
-        bool | None, about("With task classify: apply the activation. Default: true.", True)
+        bool | None, about("With classes as task: apply the activation. Default: true.", True)
     ] = None
 
 
@@ -434,13 +440,13 @@ async def _vectors(
     else:
         reading.check_token_ids(inputs, state.config.accept_token_ids)
     of_vectors = ["normalized"] if task != "embed" or body.encoding is not None else []
-    if task == "classify":
+    if task in _CLASSIFYING:
         of_vectors += ["dimensions", "output_dimension", "input_type", "prompt_name"]
     unread = [reading.UnreadField(name, None) for name in of_vectors if getattr(body, name)]
     state = state.warning_about(unread, f"task {task}")
     must_scale, vain = scaling(state, body.normalized if task == "embed" else None, "normalized")
     result = await _run(state, body, inputs, task)
-    given = result.scores if isinstance(result, ClassifyResult) else result.embeddings
+    given = _rows_of(result, body)
     size = sum(each.size for each in given)
     warnings = [*(reading.warnings_of(result.truncated, state.field_warnings, body) or ()), *vain] or UNSET
 
@@ -474,6 +480,26 @@ async def _vectors(
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
+def _rows_of(result: _Result, body: EmbeddingsRequest) -> Sequence[Array] | Array:
+    """The numbers of each text."""
+    match result:
+        case ClassifyResult():
+            return result.scores
+        case TokenClassifyResult():
+            raw = isinstance(body, PoolingRequest) and body.use_activation is False
+            logits = [each.logits for each in result.logits or ()]
+            return logits if raw else [_activated(rows) for rows in logits]
+    return result.embeddings
+
+
+def _activated(logits: Array) -> Array:
+    """The probabilities [tokens, labels], as vLLM makes them: a sigmoid for a single label."""
+    if logits.shape[1] > 1:
+        return probabilities(logits)
+    made: Array = 1 / (1 + np.exp(-logits.clip(-_STEEP, _STEEP)))
+    return made
+
+
 async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inputs, task: str) -> _Result:
     engine = state.engine
     options: dict[str, Any] = {
@@ -486,6 +512,11 @@ async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inpu
     for name in ("late_chunking", "chunks", "encoding", "muvera") if task != "embed" else ():
         if getattr(body, name) not in (None, False):
             raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
+    if task == "token_classify":
+        state.check_name_is_plain()
+        texts = reading.plain_texts(inputs, "input")
+        options["max_tokens"] = most_labeled(state, _BYTES_A_NUMBER)
+        return await engine.token_classify(texts, return_logits=True, **options)
     if task == "classify":
         state.check_name_is_plain()
         check_labels(state, len(inputs))
@@ -497,7 +528,9 @@ async def _run(state: ServerState, body: EmbeddingsRequest, inputs: reading.Inpu
             "this model is scored by several embeddings of a text; name task embed or token_embed", "task"
         )
     if use_activation is False:
-        raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
+        raise InvalidRequestError(
+            "use_activation=false is only for the tasks classify and token_classify", "use_activation"
+        )
     dimensions = body.dimensions or body.output_dimension
     input_type = input_type_of(state, body.input_type)
     if body.input_type is None and not isinstance(body, PoolingRequest):
@@ -603,7 +636,17 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     return state.bodies.most // (_BYTES_A_NUMBER * (dimensions or dim))
 
 
-_WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
+def most_labeled(state: ServerState, bytes_a_label: int, bytes_a_token: int = 0) -> int:
+    """The most tokens that an answer has room for, with so many bytes for each label and each token."""
+    num_labels = max(1, len(state.engine.facts.labels))
+    return state.bodies.most // (bytes_a_token + bytes_a_label * num_labels)
+
+
+_WANTED_OF_TASK = {
+    "token_embed": Wanted.TOKEN_VECTORS,
+    "classify": Wanted.CLASSES,
+    "token_classify": Wanted.TOKEN_CLASSES,
+}
 
 
 def _wanted_by_task(state: ServerState, body: EmbeddingsRequest | Fields) -> Wanted:

@@ -193,10 +193,8 @@ async def info(state: ServerState) -> Answer:
 
 def _tei_kind(model: ModelFacts) -> dict[str, Any]:
     """The model's purposes for text-embeddings-inference's clients. Some look only at the first key."""
-    if model.is_classifier:
-        return {"classifier": _labels(model)}
     if not model.has_score:
-        return {}
+        return {"classifier": _labels(model)} if model.labels else {}
     ranking = {"reranker": _labels(model)}
     if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
         return ranking

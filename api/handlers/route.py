@@ -25,6 +25,7 @@ from maxsimd.engine import (
     RerankResult,
     ScoreResult,
     SparseEmbedResult,
+    TokenClassifyResult,
     TokenEmbedResult,
 )
 from maxsimd.engine.requests import DocumentDigest
@@ -41,6 +42,7 @@ Result: TypeAlias = (
     | SparseEmbedResult
     | ClassifyResult
     | LabelScores
+    | TokenClassifyResult
 )
 
 # Time beyond the timeout for work beside the engine.

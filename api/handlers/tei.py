@@ -32,6 +32,12 @@ from maxsimd.api.handlers.route import (
     post,
     tei_headers,
 )
+from maxsimd.api.handlers.token_classification import (
+    CLASSIFY_TOKENS,
+    PREDICT_TOKENS,
+    TOKEN_PREDICTIONS,
+    TokenClassifyResponse,
+)
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models import Wanted
 from maxsimd.api.state import ServerState
@@ -275,11 +281,16 @@ async def embed_or_compare(
 VECTORS = Form(TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare, Wanted.VECTORS)
 
 
+# The meanings of `inputs` and of `input` for models that classify, by their task.
+_FORMS_OF_INPUTS: dict[str, Form[Any, Any]] = {"classify": PREDICT, "token_classify": PREDICT_TOKENS}
+_FORMS_OF_INPUT: dict[str, Form[Any, Any]] = {"classify": CLASSIFY, "token_classify": CLASSIFY_TOKENS}
+
+
 def _form_for_model(model: ModelFacts) -> Form[Any, Any]:
     """The meaning of a request to `/` for this model."""
     if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
         return RANK
-    return PREDICT if model.score_task == "classify" else VECTORS
+    return _FORMS_OF_INPUTS.get(model.score_task) or VECTORS
 
 
 def _wanted(state: ServerState, fields: Fields) -> Wanted:
@@ -297,7 +308,7 @@ async def _answer_by_model(state: ServerState, fields: Fields, nothing: None) ->
 
 _VECTORS_OF_TEXTS = list[list[float]]
 _WEIGHTS = list[list[SparseValue]]
-_BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *RANKINGS, *PREDICTIONS)
+_BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *RANKINGS, *PREDICTIONS, *TOKEN_PREDICTIONS)
 
 _INPUTS = {"inputs": wire.DOCUMENTS}
 _SENTENCES = {"inputs": {"source_sentence": wire.QUERY, "sentences": wire.DOCUMENTS}}
@@ -338,13 +349,13 @@ ROUTES = (
         Form(Fields, no_texts, _answer_by_model, _wanted),
         Shown(Group.TEI, "Embed, rank or classify, as the model does", _INPUTS),
         *_BY_KIND,
-        kinds=(VECTORS.kind, RANK.kind, PREDICT.kind),
+        kinds=(VECTORS.kind, RANK.kind, PREDICT.kind, PREDICT_TOKENS.kind),
     ),
 )
 
 
 async def invocations(state: ServerState, body: Fields, nothing: None) -> Answer:
-    form = _form_by_fields(body, classifies=state.engine.facts.score_task == "classify")
+    form = _form_by_fields(body, state.engine.facts.score_task)
     if form is None:
         raise InvalidRequestError(
             "send query and documents to rank, queries and documents to score, inputs or input to embed or "
@@ -353,23 +364,23 @@ async def invocations(state: ServerState, body: Fields, nothing: None) -> Answer
     return await answered_as(form, state, body, "/invocations")
 
 
-def _form_by_fields(fields: Fields, classifies: bool) -> Form[Any, Any] | None:
-    """Decides as vLLM and text-embeddings-inference do."""
+def _form_by_fields(fields: Fields, task: str) -> Form[Any, Any] | None:
+    """Decides as vLLM and text-embeddings-inference do, for a model of this task."""
     if "query" in fields:
         return RANK
     if PAIRED_FIELDS & fields.keys():
         return SCORE
     if "inputs" in fields:
-        return PREDICT if classifies else VECTORS
+        return _FORMS_OF_INPUTS.get(task) or VECTORS
     if "input" in fields or "messages" in fields:
         if "task" in fields:
             return embeddings.POOL
-        return CLASSIFY if classifies and "input" in fields else embeddings.EMBED
+        return (_FORMS_OF_INPUT.get(task) if "input" in fields else None) or embeddings.EMBED
     return None
 
 
 def wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
-    form = _form_by_fields(fields, classifies=False)
+    form = _form_by_fields(fields, "embed")
     return Wanted.VECTORS if form is None else form.model_wanted(state, fields)
 
 
@@ -387,9 +398,14 @@ INVOCATION_ROUTES = post(
         embeddings.PoolingResponse,
         ClassifyResponse,
         LabelsResponse,
+        TokenClassifyResponse,
         *_BY_KIND,
     ),
     kinds=tuple(
-        form.kind for form in (RANK, SCORE, embeddings.EMBED, embeddings.POOL, CLASSIFY, VECTORS, PREDICT)
+        form.kind
+        for form in (
+            *(RANK, SCORE, embeddings.EMBED, embeddings.POOL, CLASSIFY, CLASSIFY_TOKENS),
+            *(VECTORS, PREDICT, PREDICT_TOKENS),
+        )
     ),
 )

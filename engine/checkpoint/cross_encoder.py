@@ -65,14 +65,18 @@ def load_cross_encoder(
     pooling = "last" if is_last else getattr(model.config, "classifier_pooling", "cls")
     if pooling not in METHODS:  # a method of the model's own
         pooling = "cls"
-    named = model.config.id2label
-    labels = tuple(str(named.get(i, f"LABEL_{i}")) for i in range(model.config.num_labels))
+    labels = labels_of(model.config)
     head = ClassifierHead(model)
     task = Task(pooling, head, len(labels), False, ClassifierReference(model, encoder.tokenizer))
     return _parts(path, encoder, given, model.base_model, task, labels) | {
         "causal": causal,
         "ending_pad_id": head.pad_id if head.passes_over_padding() else None,
     }
+
+
+def labels_of(config: Any) -> tuple[str, ...]:
+    """The names of a classifier's labels, in the order of its logits."""
+    return tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels))
 
 
 def _parts(

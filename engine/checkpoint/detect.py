@@ -28,7 +28,9 @@ RETRIEVAL = (COLPALI, COLQWEN2, COLMODERNVBERT)
 # Keys of a config that only classifiers have, and the first parts of the names of their tensors.
 _OF_CLASSIFIERS = ("id2label", "num_labels", "problem_type", "sbert_ce_default_activation_function")
 _HEADS = frozenset({"classifier", "score", "classification_head", "logits_proj"})
-_CLASSIFIER = "ForSequenceClassification"
+_CLASSIFIER, _TOKEN_CLASSIFIER = "ForSequenceClassification", "ForTokenClassification"
+# Alibaba's encoder: its classifier of tokens weighs words.
+_ALIBABA = "NewForTokenClassification"
 # The ends of names of classes without such a head.
 _HEADLESS = ("Model", "ForMaskedLM")
 # A number of labels by which the tensor with a row for each is found.
@@ -155,6 +157,8 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
         return ScoreType.LATE_INTERACTION
     if is_sparse(files):
         return ScoreType.SPARSE
+    if is_token_classifier(files):
+        return ScoreType.TOKEN_CLASSIFIER
     classifies = files.architecture.endswith(_CLASSIFIER) and not _has_module(files, ".Pooling")
     answers = is_language_model(files) or files.architecture in ENCODER_DECODERS
     answers = (answers and not files.modules) or files.architecture == JINA_M0
@@ -191,6 +195,12 @@ def _has_module(files: CheckpointFiles, ending: str) -> bool:
 def weighs_words(files: CheckpointFiles) -> bool:
     """Whether sparse scores can be made of the logits of a masked language model."""
     return is_sparse(files) or files.architecture.endswith("ForMaskedLM")
+
+
+def is_token_classifier(files: CheckpointFiles) -> bool:
+    """Whether the checkpoint labels tokens, as transformers saves such models."""
+    labels_tokens = files.architecture.endswith(_TOKEN_CLASSIFIER) and files.architecture != _ALIBABA
+    return labels_tokens and not files.modules
 
 
 def is_visual(files: CheckpointFiles) -> bool:
@@ -249,7 +259,7 @@ class Kind:
 
 SUPPORTED = (
     Kind(
-        ("NewModel", "NewForTokenClassification"),
+        ("NewModel", _ALIBABA),
         (BI, "sparse", LATE),
         "Alibaba's encoders, without the code that they come with; sparse scores where a layer that weighs "
         "tokens is among their weights",
@@ -272,6 +282,11 @@ SUPPORTED = (
     Kind(RETRIEVAL, (LATE,), "texts, and pages as pictures"),
     Kind((STANFORD,), (LATE,), "Stanford ColBERT saves"),
     Kind(("*ForSequenceClassification",), (CROSS,), "with transformers alone or as CrossEncoder saves"),
+    Kind(
+        ("*ForTokenClassification",),
+        ("token-classifier", *_OF_EMBEDDINGS),
+        "labels of tokens, such as named entities, with transformers alone",
+    ),
     Kind(
         ("*ForCausalLM",),
         (CROSS, "language-model", *_OF_EMBEDDINGS),

@@ -181,6 +181,13 @@ class ClassifierHead:
         return f"the head of {type(self.model).__name__}"
 
 
+class TokenClassifierHead(ClassifierHead):
+    """The head of a transformers `*ForTokenClassification` model, which maps each row by itself."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().__call__(rows).flatten(0, -2)  # [n, labels]
+
+
 def _random_rows(count: int, hidden: int) -> torch.Tensor:
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 

@@ -63,6 +63,7 @@ from maxsimd.engine.checkpoint.rerankers import (
 )
 from maxsimd.engine.checkpoint.settings import follow_settings
 from maxsimd.engine.checkpoint.templates import score_template
+from maxsimd.engine.checkpoint.token_classifier import load_token_classifier
 from maxsimd.engine.checkpoint.translate import (
     has_projection,
     in_transformers_terms,
@@ -257,6 +258,8 @@ def _load_parts(
             return load_answering(config.model or path, path, files, template, options)
         with by_pillow(path, files, options) as with_pillow:
             return load_cross_encoder(path, files, template, with_pillow)
+    if score_type is ScoreType.TOKEN_CLASSIFIER:
+        return load_token_classifier(path, options)
     if score_type is ScoreType.SPARSE and weighs_words(files):
         if not files.modules and find_file(path, "idf.json", config.revision) is not None:
             log.warning(

@@ -26,7 +26,7 @@ from maxsimd.engine.checkpoint.files import (
 )
 from maxsimd.engine.checkpoint.heads import FirstColumns, modules_of
 from maxsimd.engine.checkpoint.known_settings import check_settings
-from maxsimd.engine.checkpoint.model import LoadedModel, token_rows
+from maxsimd.engine.checkpoint.model import TOKEN_CLASSIFY, LoadedModel, token_rows
 from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
 from maxsimd.engine.checkpoint.recipe_store import find_recipe, keep, source_of
@@ -181,6 +181,8 @@ def configured(model: LoadedModel, config: EngineConfig) -> LoadedModel:
         )
     if config.query_prompt is not None and model.listwise is not None:
         raise ModelLoadError("listwise models do not support query_prompt; use instruction instead")
+    if config.query_prompt is not None and model.score_task == TOKEN_CLASSIFY:
+        raise ModelLoadError("token classifiers read texts as they are; leave out query_prompt")
     if config.document_prompt is not None and not model.encodes_apart:
         raise ModelLoadError(
             "document_prompt needs a model that encodes queries and documents separately; leave it out"

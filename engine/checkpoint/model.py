@@ -40,6 +40,8 @@ Similarity = Literal[
 SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
 # The task of a language model: the last hidden state of a prompt, and the normalizer of its next token.
 LABEL_SCORES = "label_scores"
+# The task whose items are the logits of each token's labels.
+TOKEN_CLASSIFY = "token_classify"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,11 +156,11 @@ class LoadedModel:
     """A checkpoint in memory: what its files say, and its weights.
 
     `backbone` maps token ids to hidden states. `tasks` are keyed embed, token_embed, sparse_embed,
-    hybrid_embed, classify, label_scores and rank. Scores are computed from the items of `score_task`,
-    compared by `similarity`; a cross-encoder's logits are its scores, and a listwise model scores by its
-    `listwise` rules. `activation` turns logits into the scores that the authors meant, `probabilities` into
-    probabilities. With several `labels` the score is the probability of the label `score_label`; None where
-    there is no score.
+    hybrid_embed, classify, token_classify, label_scores and rank. Scores are computed from the items of
+    `score_task`, compared by `similarity`; a cross-encoder's logits are its scores, and a listwise model
+    scores by its `listwise` rules. `activation` turns logits into the scores that the authors meant,
+    `probabilities` into probabilities. With several `labels` the score is the probability of the label
+    `score_label`; None where there is no score.
 
     `max_tokens` is the length of the longest sequence. Longer texts are truncated at their `truncation_side`.
     Positions count from `position_offset`. A token `uncounted_id` has the position before that and is not
@@ -223,14 +225,14 @@ class LoadedModel:
     @property
     def has_score(self) -> bool:
         """Whether a query and a document have one score."""
-        if self.score_task == LABEL_SCORES:
+        if self.score_task in (LABEL_SCORES, TOKEN_CLASSIFY):
             return False
         return self.score_task != "classify" or len(self.labels) == 1 or self.score_label is not None
 
     @property
     def encodes_apart(self) -> bool:
         """Whether queries and documents have embeddings, from which scores are made."""
-        return not self.reads_pairs and self.score_type is not ScoreType.LISTWISE
+        return self.score_type.encodes_apart
 
     @property
     def reads_pairs(self) -> bool:

@@ -32,6 +32,7 @@ from maxsimd.engine.checkpoint.heads import (
     linear_of,
 )
 from maxsimd.engine.checkpoint.model import (
+    TOKEN_CLASSIFY,
     Expansion,
     LoadedModel,
     PairRules,
@@ -281,6 +282,8 @@ def _described(
 
 def _classifier_of(model: LoadedModel) -> Any:
     """transformers' classifier, whose backbone is the model's; None for an encoder."""
+    if model.score_task == TOKEN_CLASSIFY:
+        raise UnfitError("it classifies tokens")
     if model.score_task != "classify":
         return None
     reference = model.tasks["classify"].reference

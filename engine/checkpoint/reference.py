@@ -76,6 +76,13 @@ class ClassifierReference(ModelReference):
         return logits.float()
 
 
+class TokenClassifierReference(ClassifierReference):
+    """The logits [tokens, labels] of a transformers model that labels tokens."""
+
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
+        return super().__call__(sequence)[0]
+
+
 class WordLogitsReference(ModelReference):
     """The logit of the first of one or two words, minus that of the second: [1, 1]. A language model says it
     next, an encoder-decoder first in its answer. `output` replaces the model's output layer: it has the rows

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.model import TOKEN_CLASSIFY
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.explanations import Explanation, Span, TokenMatch, WindowScore
 from maxsimd.engine.media import Content
@@ -357,7 +358,8 @@ class DualEncoderProcessor(ScoreProcessor):
 
     @classmethod
     def is_for(cls, model: LoadedModel) -> bool:
-        return not model.reads_pairs and model.listwise is None
+        is_apart = not model.reads_pairs and model.listwise is None
+        return is_apart and model.score_task != TOKEN_CLASSIFY
 
     def plan(self, request: ScoreRequest, ids: RequestIds) -> DualEncoderPlan:
         if request.explain and self._model.token_pooling is not None:

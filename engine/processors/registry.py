@@ -10,6 +10,11 @@ from maxsimd.engine.processors.listwise import ListwiseProcessor
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.text.builder import LengthLimits, shortest_text
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.token_classification import (
+    TokenClassificationProcessor,
+    UnscoredProcessor,
+    no_score,
+)
 
 # Each kind of model that scores documents.
 SCORE_PROCESSORS: tuple[type[ScoreProcessor], ...] = (
@@ -17,6 +22,7 @@ SCORE_PROCESSORS: tuple[type[ScoreProcessor], ...] = (
     CrossEncoderProcessor,
     ListwiseProcessor,
     LanguageModelProcessor,
+    UnscoredProcessor,
 )
 
 
@@ -27,10 +33,13 @@ class Processors:
         model = context.model
         self.scores = next(kind for kind in SCORE_PROCESSORS if kind.is_for(model))(context)
         self.embedding = EmbeddingProcessor(context)
+        self.token_classification = TokenClassificationProcessor(context)
 
     @property
     def queries(self) -> QueryProcessor:
-        """Raises InvalidRequestError for a model that reads query and document together."""
+        """Raises InvalidRequestError for a model that does not read queries by themselves."""
+        if isinstance(self.scores, UnscoredProcessor):
+            raise no_score("queries")
         if not isinstance(self.scores, DualEncoderProcessor):
             raise InvalidRequestError(
                 "this model reads query and document together, so that a query has no embedding by itself; "

@@ -14,6 +14,7 @@ import numpy as np
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.files import one_line
 from maxsimd.engine.checkpoint.load import library_reader
+from maxsimd.engine.checkpoint.model import TOKEN_CLASSIFY
 from maxsimd.engine.checkpoint.reading import Reader, Reading, TextRole
 from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts, texts_content
 from maxsimd.engine.config import EngineConfig
@@ -35,7 +36,7 @@ _LONGEST_SAMPLE = 512
 _SPECIAL, _ADDED = 12, 48
 # A tokenizer's limit of this size or more means none; the default then applies.
 _NO_LIMIT, _DEFAULT_LIMIT = 1_000_000, 512
-_NEITHER = "a text"
+_NEITHER, _LABELED = "a text", "a text to label"
 _QUERY = "how is a file opened"
 _DOCUMENT = "Paris is the capital of France; some 2,100,000 people live there."
 _INSTRUCTION = "Find the passage that answers"
@@ -103,6 +104,9 @@ class _Check:
         """Returns the number of compared probes. Raises ModelLoadError."""
         if self._model.listwise is not None:
             self._listwise()
+        elif self._model.score_task == TOKEN_CLASSIFY:
+            for probe in [*self._probes, *self._long_texts(None)]:
+                self._text(*probe, _LABELED, None, None)
         elif self._model.reads_pairs:
             self._pairs()
         else:
@@ -337,7 +341,9 @@ class _Preprocessed:
         if role is None:
             task: Any = self._model.score_task
             request = EmbedRequest(texts=(text,), task=task, prompt_name=prompt_name, truncation=CUT_LONG)
-            (sequence,) = self._processors.embedding.prepare(request, self._ids).sequences
+            of_tokens = task == TOKEN_CLASSIFY
+            processor = self._processors.token_classification if of_tokens else self._processors.embedding
+            (sequence,) = processor.prepare(request, self._ids).sequences
             return sequence.payload.tokens
         query, document = (text, _DOCUMENT) if role == "query" else (_QUERY, text)
         wanted = Role.QUERY if role == "query" else Role.DOCUMENT
@@ -364,6 +370,8 @@ def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Token
     wanted: list[Callable[[], AnyTokens]]
     if model.listwise is not None:
         wanted = [partial(ours.together, _QUERY, [mixed, ending, ""])]
+    elif model.score_task == TOKEN_CLASSIFY:
+        wanted = [partial(ours.text, text, None) for text in (mixed, ending, "a")]
     elif model.reads_pairs:
         wanted = [partial(ours.together, "opened?", [ending])]
         if model.pairs.template is None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maxsimd.bench.checkpoints import save_cross_encoder
+from tests.checkpoints import token_classifiers
 from tests.clients.page import RAG
 from tests.server.conftest import starter
 
@@ -20,11 +21,12 @@ _PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "warning")
 
 @contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Five servers by the environment variables of their base URLs: three kinds of score, the two models of
-    docs/rag.md, and one that lets the key `limited` send 20 requests a minute."""
+    """Six servers by the environment variables of their base URLs: three kinds of score, a token classifier,
+    the two models of docs/rag.md, and one that lets the key `limited` send 20 requests a minute."""
     names = [part for name in MODELS for part in ("--served-model-name", name)]
     with tempfile.TemporaryDirectory() as temporary, contextmanager(starter)(Path(temporary)) as start:
         cross_encoder = save_cross_encoder(Path(temporary) / "cross-encoder")
+        token_classifier = token_classifiers.labeled(Path(temporary) / "token-classifier")
         two = Path(temporary) / "models.yaml"
         two.write_text(RAG.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0])
         keys = Path(temporary) / "keys.txt"
@@ -32,7 +34,8 @@ def running() -> Iterator[dict[str, str]]:
         kinds = {
             "LATE_INTERACTION_URL": names,
             "BI_ENCODER_URL": ["--score-type", "bi-encoder", "--batch-dir", f"{temporary}/batches", *names],
-            "CROSS_ENCODER_URL": [cross_encoder, *names], "TWO_MODELS_URL": ["--config", str(two)],
+            "CROSS_ENCODER_URL": [cross_encoder, *names],
+            "TOKEN_CLASSIFIER_URL": [token_classifier, *names], "TWO_MODELS_URL": ["--config", str(two)],
             "LIMITED_URL": ["--api-key-file", str(keys), *names],
         }  # fmt: skip
         yield {kind: start(*options, *_PLAIN, installed=True).url for kind, options in kinds.items()}

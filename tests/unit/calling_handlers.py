@@ -28,6 +28,8 @@ GOOD: dict[tuple[str, str], Any] = {
     **{("POST", path): {"input": "d"} for path in ("/v1/embeddings", "/embeddings", "/v1/multi-vector")},
     **{("POST", path): {"input": "d"} for path in ("/pooling", "/classify", "/api/embed")},
     **{("POST", path): _LABELS for path in ("/label-scores", "/v1/label-scores", "/generative_scoring")},
+    **{("POST", path): {"input": "d"} for path in ("/v1/token-classify", "/token-classify")},
+    ("POST", "/predict_tokens"): {"inputs": "d"},
     **{("POST", url): {"inputs": "d"} for url in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")},
     ("POST", "/tokenize"): {"text": "d"},
     ("POST", "/detokenize"): {"tokens": [101]},
@@ -42,15 +44,10 @@ GOOD: dict[tuple[str, str], Any] = {
     ("DELETE", "/cache"): None,
 }
 POSTED = sorted(path for method, path in GOOD if method == "POST")
-# The default model is no classifier and no language model, and gives no sparse vectors.
-REFUSING = {
-    "/classify",
-    "/predict",
-    "/embed_sparse",
-    "/label-scores",
-    "/v1/label-scores",
-    "/generative_scoring",
-}
+# The default model is no classifier, of texts or tokens, no language model, and gives no sparse vectors.
+REFUSING = {"/classify", "/predict", "/embed_sparse"}
+REFUSING |= {"/label-scores", "/v1/label-scores", "/generative_scoring"}
+REFUSING |= {"/v1/token-classify", "/token-classify", "/predict_tokens"}
 RERANK = GOOD["POST", "/rerank"]
 HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(200)]}
 
@@ -91,6 +88,7 @@ class RecordingEngine(Engine):
     score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
     embed, embed_tokens = _recorded("embed"), _recorded("embed_tokens")
     add_documents, label_scores = _recorded("add_documents"), _recorded("label_scores")
+    token_classify = _recorded("token_classify")
 
     async def in_thread(self, function: Any, size: int) -> Any:
         self.in_threads += 1

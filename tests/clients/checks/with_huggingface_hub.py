@@ -1,7 +1,17 @@
 """Hugging Face's InferenceClient, which asks `/` of the base URL that it is given, or a route behind it."""
 
 from huggingface_hub import InferenceClient
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, LATE_INTERACTION, QUERY, check_vectors, cosine, post
+from plain import (
+    BI_ENCODER,
+    CROSS_ENCODER,
+    DOCUMENTS,
+    LATE_INTERACTION,
+    QUERY,
+    TOKEN_CLASSIFIER,
+    check_vectors,
+    cosine,
+    post,
+)
 
 _URLS = (BI_ENCODER, LATE_INTERACTION)
 
@@ -34,3 +44,17 @@ def classifies_text() -> None:
     (given,) = client.text_classification(QUERY)
     assert given.label == plain["label"]
     assert abs(given.score - plain["score"]) < 1e-6
+
+
+def finds_entities() -> None:
+    for strategy in ("none", "simple", "max"):
+        body = {"input": QUERY, "aggregation_strategy": strategy, "ignore_labels": []}
+        plain = post(TOKEN_CLASSIFIER, "/v1/token-classify", body)["data"][0]["entities"]
+        assert plain, strategy
+        for url in (TOKEN_CLASSIFIER, TOKEN_CLASSIFIER + "/predict_tokens"):
+            client = InferenceClient(model=url)
+            given = client.token_classification(QUERY, aggregation_strategy=strategy, ignore_labels=[])
+            assert [
+                (each.entity or each.entity_group, each.word, each.start, each.end) for each in given
+            ] == [(each["label"], each["word"], each["start"], each["end"]) for each in plain]
+    assert InferenceClient(model=TOKEN_CLASSIFIER).token_classification(QUERY)[0].entity_group

@@ -19,9 +19,12 @@ RAW_RANK = RANK | {"use_activation": False}
 EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
 ADD = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
-LABELS = {"apply_softmax": False, "document_first": False, "priority": 0, "tenant": "", "timeout": None}
+SCORE_LABELS = {"apply_softmax": False, "document_first": False, "priority": 0, "tenant": "", "timeout": None}
 TEI_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 COHERE_EMBED = OLLAMA_EMBED = TEI_EMBED | {"dimensions": None}
+LABEL = {"aggregation_strategy": "none", "ignore_labels": ["O"], "stride": None}
+PREDICT_TOKENS = LABEL | {"ignore_labels": (), "return_logits": True, "truncation": CUT_LONG, "tenant": ""}
+SIMPLE = {"aggregation_strategy": "simple", "ignore_labels": ["O"], "return_logits": False}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
@@ -30,6 +33,7 @@ MIXEDBREAD_BODY = {"query": "q", "input": ["d", "e"]}
 NVIDIA_BODY = {"query": {"text": "q"}, "passages": [{"text": "d"}, {"text": "e"}]}
 SIMILARITY_BODY = {"inputs": {"source_sentence": "d", "sentences": ["e", "f"]}}
 TOKENS_BODY = {"input": "d", "task": "token_embed"}
+LABEL_BODY = {"input": "d", "task": "token_classify"}
 VOYAGE_BODY = {"inputs": [{"content": [{"type": "text", "text": "d"}]}]}
 LABELS_BODY = {"query": "q", "items": ["d"], "label_token_ids": [1]}
 TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
@@ -53,15 +57,18 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "pooling embed": ("/pooling", {"input": "d", "task": "embed"}, "embed", (["d"],), EMBED),
     "pooling tokens": ("/pooling", TOKENS_BODY, "embed_tokens", (["d"],), EMBED),
     "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
+    "pooling label": ("/pooling", LABEL_BODY, "token_classify", (["d"],), ADD | {"return_logits": True}),
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
+    "label": ("/v1/token-classify", {"input": "d"}, "token_classify", (["d"],), ADD | LABEL),
+    "predict_tokens": ("/predict_tokens", {"inputs": "d"}, "token_classify", (["d"],), PREDICT_TOKENS),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
-    "label-scores": ("/v1/label-scores", LABELS_BODY, "label_scores", ("q", ["d"], [1]), LABELS),
+    "label-scores": ("/v1/label-scores", LABELS_BODY, "label_scores", ("q", ["d"], [1]), SCORE_LABELS),
     "generative_scoring": (
         "/generative_scoring",
         LABELS_BODY,
         "label_scores",
         ("q", ["d"], [1]),
-        LABELS | {"apply_softmax": True},
+        SCORE_LABELS | {"apply_softmax": True},
     ),
     "ollama": ("/api/embed", {"input": "d"}, "embed", (["d"],), OLLAMA_EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
@@ -81,13 +88,14 @@ COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
 OF_VECTORS = (*EMBEDS, *COHERE_EMBEDS, "multimodal", "ollama", *TEI_VECTORS, *SIMILARITIES)
-TEI = (*TEXTS_RERANKS, "predict", *TEI_VECTORS)
+TEI = (*TEXTS_RERANKS, "predict", "predict_tokens", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
 PAIRED = ("score", "deepinfra", *RERANKS)
 SCORING = (*PAIRED, *TEXTS_RERANKS)
 LABELING = ("label-scores", "generative_scoring")
-QUEUED = (*SCORING, "documents", *EMBEDS, *CLASSIFIES, *LABELING)
-TRUNCATING = (*PAIRED, "documents", *EMBEDS, *CLASSIFIES)
+LABELS = ("pooling label", "label")
+QUEUED = (*SCORING, "documents", *EMBEDS, *CLASSIFIES, *LABELS, *LABELING)
+TRUNCATING = (*PAIRED, "documents", *EMBEDS, *CLASSIFIES, *LABELS)
 VOYAGES = ("rerank", "reranking", "reranking documents", "multimodal")
 TOP_N = ("rerank", "reranking documents", "infinity", *TEXTS_RERANKS)
 STRICT = {"long_documents": "error"}
@@ -169,6 +177,14 @@ CHANGES: list[Change] = [
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
     (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
     (SIMILARITIES, {"parameters": {"prompt_name": "clustering"}}, {"prompt_name": "clustering"}),
+    (("label",), {"aggregation_strategy": "max"}, {"aggregation_strategy": "max"}),
+    *((("label",), field, field) for field in ({"ignore_labels": ["B-X"]}, {"stride": 4})),
+    *(
+        (("predict_tokens",), body, SIMPLE)
+        for body in ({"aggregation_strategy": "simple"}, {"parameters": {}})
+    ),
+    (("predict_tokens",), {"parameters": {"stride": 4}}, SIMPLE | {"stride": 4}),
+    (("predict_tokens",), {"raw_scores": True}, {}),
     *((("predict", "classify"), {"raw_scores": False}, {}), (("predict",), {"parameters": {"top_k": 1}}, {})),
     *(
         (("predict",), {"parameters": {"function_to_apply": name}}, {"use_activation": False})
@@ -187,6 +203,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/predict": handlers.classification.PredictRequest,
     "/v1/label-scores": handlers.labels.LabelScoresRequest,
     "/generative_scoring": handlers.labels.GenerativeScoringRequest,
+    "/v1/token-classify": handlers.token_classification.TokenClassifyRequest,
+    "/predict_tokens": handlers.token_classification.PredictTokensRequest,
     **dict.fromkeys(("/v1/embed", "/v2/embed"), handlers.vendor_embeddings.CohereEmbedRequest),
     "/v1/multimodalembeddings": handlers.vendor_embeddings.MultimodalRequest,
     "/embed": handlers.tei.TeiEmbedRequest, "/embed_all": handlers.tei.TeiEmbedAllRequest,
@@ -198,7 +216,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 ALIASES = (
     *("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings", "/reranking"),
     "/v1/retrieval/all-MiniLM-L6-v2/reranking",
-    *("/v1/documents", "/label-scores"),
+    *("/v1/documents", "/label-scores", "/token-classify"),
 )
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
@@ -224,7 +242,8 @@ TEXTS = {
 @pytest.fixture
 def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
     """Its engine notes how it is called, which is all that is looked at here, and runs nothing."""
-    for method in ("score", "rerank", "embed", "embed_tokens", "classify", "add_documents", "label_scores"):
+    methods = ("score", "rerank", "embed", "embed_tokens", "classify", "token_classify", "add_documents")
+    for method in (*methods, "label_scores"):
         monkeypatch.setattr(Engine, method, AsyncMock(side_effect=InvalidRequestError("not run")))
     return Caller(engine)
 
@@ -268,6 +287,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "texts": ("a", [7], [{"text": "a"}]),
     **dict.fromkeys(("top_n", "top_k"), (-1, "two", 1.5)),
     "score_threshold": ("high", "nan", "inf"),
+    "aggregation_strategy": ("best", 1),
+    "ignore_labels": ("O", [1]),
+    "stride": (-1, "two", 1.5),
     **dict.fromkeys(("embed_dtype", "output_dtype", "output_encoding", "encoding_format"), ("float64", 1)),
     "embedding_type": ("float64", ["float", "binary"]),
     "embedding_types": ("float", ["int4"], ["int8"]),
@@ -302,10 +324,24 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
         (path, "items"): (7, [], None, ["a", 7], [[1]])
         for path in ("/v1/label-scores", "/generative_scoring")
     },
+    ("/predict_tokens", "inputs"): (
+        None,
+        [],
+        3,
+        True,
+        [[]],
+        ["a", 1],
+        {"a": "b"},
+        [["a", "b"]],
+        [["a"], "b"],
+    ),
     ("/v1/reranking", "input"): (7, ["a", 7]),
     ("/v1/ranking", "truncate"): ("START", True),
     # Only documents that are scored are read through windows.
-    **{(path, "long_documents"): ("all", "window") for path in ("/v1/embeddings", "/pooling", "/classify")},
+    **{
+        (path, "long_documents"): ("all", "window")
+        for path in ("/v1/embeddings", "/pooling", "/classify", "/v1/token-classify")
+    },
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
     **dict.fromkeys(("/rerank", "/v1/reranking"), RERANK_BODY), "/pooling": {"input": "d"},
