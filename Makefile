@@ -16,7 +16,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: serve test test-fast test-all test-full test-cluster test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots notebooks docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
+.PHONY: serve test test-fast test-all test-full test-cluster test-fleet test-ray test-gpu test-instructions test-clients test-oracles recipes screenshots notebooks grpc docs soak soak-cluster lint wheel-test quickstart-test mutants bench bench-gpu offline-files first-day clean
 
 serve: $(VENV)/.demo
 	$(BIN)/maxsimd serve --port $(PORT)
@@ -80,6 +80,12 @@ screenshots: $(VENV)/.dev
 # The outputs of the notebooks in docs/notebooks.
 notebooks: $(VENV)/.dev
 	MAXSIMD_WRITES_NOTEBOOKS=1 $(BIN)/python -m pytest -q tests/documentation/test_notebooks.py
+
+# The code for the messages of gRPC, by protoc in an environment of its own.
+grpc:
+	test -x build/protoc/bin/python || $(PYTHON) -m venv build/protoc
+	build/protoc/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.85.1
+	build/protoc/bin/python -m grpc_tools.protoc --proto_path api/grpc --python_out api/grpc --pyi_out api/grpc tei.proto
 
 # The documentation, drawn into build/docs.
 docs: $(VENV)/.dev

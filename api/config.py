@@ -30,6 +30,9 @@ class ServerConfig:
 
     host: str = _server("127.0.0.1", "Address; 0.0.0.0 or :: for all", metavar="ADDRESS", is_usual=True)
     port: int = _server(8000, "Port; 0 for a free one", is_usual=True)
+    grpc_port: int | None = _server(
+        None, "Port for text-embeddings-inference's gRPC clients; 0 for a free one", metavar="N"
+    )
     fronts: int = _processes(1, "Processes that take requests, on the same port")
     replicas: int = _processes(1, "Processes that each load the model", is_usual=True)
     tls_cert: str | None = _security(
@@ -111,7 +114,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for names, least, most, rule in (
             (("fronts", "replicas"), 1, 64, "from 1 to 64"),
-            (("port",), 0, 65_535, "from 0 to 65535"),
+            (("port", "grpc_port"), 0, 65_535, "from 0 to 65535"),
             (("min_bytes_per_second",), 0, math.inf, "at least 0"),
             (_COUNTS, 1, math.inf, "at least 1"),
             (_TIMEOUTS, math.ulp(0.0), sys.float_info.max, "a number above 0"),
@@ -128,6 +131,8 @@ class ServerConfig:
                 raise ValueError("models_dir excludes restart_on_failure; leave one of them out")
             if len(self.served_model_name) > 1:
                 raise ValueError("with models_dir a model has one served_model_name; leave out the others")
+        if self.fronts > 1 and self.grpc_port is not None:
+            raise ValueError("grpc_port needs one front; leave fronts out, or use several replicas")
         if self.is_fleet and self.restart_on_failure:
             raise ValueError(
                 "restart_on_failure is for one process; with several, an engine that dies is started again"

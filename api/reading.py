@@ -103,10 +103,14 @@ def with_request_field_names(**names: str) -> Iterator[None]:
 
 def check_count(contents: Any, param: str, most: int) -> None:
     """Raises ApiError for a list of more than `most` entries."""
-    if isinstance(contents, list) and len(contents) > most:
-        message = (
-            f"{param} has {len(contents)} entries, but at most {most} are taken at a time; send them in parts"
-        )
+    if isinstance(contents, list):
+        check_number(len(contents), param, most)
+
+
+def check_number(entries: int, param: str, most: int) -> None:
+    """Raises ApiError for more than `most` entries."""
+    if entries > most:
+        message = f"{param} has {entries} entries, but at most {most} are taken at a time; send them in parts"
         raise ApiError(413, message, param)
 
 

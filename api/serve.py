@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 from aiohttp import web
@@ -15,7 +15,7 @@ from aiohttp import web
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.http.app import STATE, build_app
 from maxsimd.api.http.connections import ConnectionTable, Listener
-from maxsimd.api.http.sockets import max_connections, open_sockets, raise_descriptor_limit, tls_context
+from maxsimd.api.http.sockets import connections_by_port, open_sockets, raise_descriptor_limit, tls_context
 from maxsimd.api.model_setup import Loadable, ModelSetup, single_setup
 from maxsimd.api.models import SeveralModels
 from maxsimd.api.options import in_flags
@@ -35,6 +35,9 @@ from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.device.load import num_given_up
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.workers import take_short_slices
+
+if TYPE_CHECKING:
+    from maxsimd.api.grpc.server import GrpcServer
 
 # Too many deaths end the server.
 _MOST_DEATHS, _WITHIN_SECONDS = 5, 600.0
@@ -163,7 +166,7 @@ def serve(
             loadable = Loadable(models, server_config.models_dir, engine_config)
             engine = SeveralModels(models, loadable, server_config.grace_seconds)
         # At once: also an event loop needs some.
-        max_connections(server_config.max_connections, raise_descriptor_limit())
+        connections_by_port(server_config, raise_descriptor_limit())
     except (SetupError, ValueError) as error:
         log.error("%s", error)
         return 1
@@ -225,9 +228,12 @@ class _HttpServer:
     runner: web.AppRunner
     listener: Listener
     connections: ConnectionTable
+    grpc: "GrpcServer | None"
 
     async def close(self) -> None:
         self.listener.close()
+        if self.grpc is not None:
+            await self.grpc.close(0)
         await self.runner.cleanup()
         try:
             async with asyncio.timeout(_LEAVING_SECONDS):
@@ -242,15 +248,20 @@ async def _open(
     """Raises SetupError."""
     tls = tls_context(config)
     app = build_app(engine, config, fleet)
-    most = max_connections(config.max_connections, raise_descriptor_limit())
+    most, most_of_grpc = connections_by_port(config, raise_descriptor_limit())
     connections = ConnectionTable(config, most, app[STATE].metrics)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_LEAVING_SECONDS)
     await runner.setup()
     assert runner.server is not None
     listener = Listener(runner.server, connections, tls)
+    grpc = None
     try:
+        if config.grpc_port is not None:
+            grpc = await _open_grpc(app[STATE], config, most_of_grpc)
         listener.start(sockets or open_sockets(config.host, config.port))
     except SetupError:
+        if grpc is not None:
+            await grpc.close(0)
         await runner.cleanup()
         raise
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -258,7 +269,19 @@ async def _open(
     app[STATE].is_on_loopback = listener.is_on_loopback
     if not listener.is_on_loopback and not app[STATE].keys.are_asked_for:
         log.warning("anyone who can reach %s can use it; set --api-key or --api-key-file", url)
-    return _HttpServer(url, app[STATE], runner, listener, connections)
+    return _HttpServer(url, app[STATE], runner, listener, connections, grpc)
+
+
+async def _open_grpc(state: ServerState, config: ServerConfig, most_connections: int) -> "GrpcServer":
+    """Raises SetupError."""
+    try:
+        from maxsimd.api.grpc.server import GrpcServer  # late: an extra
+    except ImportError as error:
+        message = "--grpc-port needs the extra grpc: pip install '.[grpc]' in the checkout"
+        raise SetupError(f"{message} ({error})") from error
+    server = GrpcServer(state, config, most_connections)
+    await server.start()
+    return server
 
 
 async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, started: float) -> None:
@@ -284,6 +307,8 @@ async def _log_address(door: _HttpServer) -> None:
         if fleet is None or fleet.replicas[0] >= fleet.replicas[1]:
             break
         await asyncio.sleep(_LOOK_SECONDS)
+    if door.grpc is not None:
+        log.info("gRPC on %s", door.grpc.address)
     log.info("%s/", door.url)
 
 
@@ -298,6 +323,8 @@ async def _finish_requests(door: _HttpServer, deadline: float) -> None:
     """Takes no more requests. Those in flight get a 503 at the deadline."""
     door.state.closing = True
     door.listener.close()
+    seconds = max(0.0, deadline - asyncio.get_running_loop().time()) + _LEAVING_SECONDS
+    of_grpc = [] if door.grpc is None else [asyncio.create_task(door.grpc.close(seconds))]
     try:
         async with asyncio.timeout_at(deadline):
             await door.state.until_quiet()
@@ -305,3 +332,5 @@ async def _finish_requests(door: _HttpServer, deadline: float) -> None:
     except TimeoutError:
         log.warning("%d requests did not finish in time and got a 503", door.state.end_requests())
         await asyncio.wait({asyncio.create_task(door.connections.until_quiet())}, timeout=_LEAVING_SECONDS)
+    # The answers to the last calls may be under way.
+    await asyncio.gather(*of_grpc)

@@ -307,6 +307,7 @@ class RequestNotes:
     model: str = ""
     is_admin: bool = False
     documents: int = 0
+    timeout: float | None = None
     used: list[tuple[str, Used]] = field(default_factory=list)
 
 
@@ -402,6 +403,11 @@ class ServerState:
     @property
     def is_admin(self) -> bool:
         return self._notes.is_admin
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that the request may take, if its client has said so outside of the body."""
+        return self._notes.timeout
 
     def note_documents(self, number: int) -> None:
         self._notes.documents = number

@@ -129,7 +129,9 @@ def cluster() -> None:
 
 def _application(command: Any) -> Any:
     for decorate in (
-        options_from(ServerConfig, exclude=RAYS_OWN | ONE_PROCESS),
+        options_from(ServerConfig, exclude=RAYS_OWN | ONE_PROCESS | {"grpc_port"}),
+        # Refused with a reason.
+        click.option("--grpc-port", type=int, envvar="MAXSIMD_GRPC_PORT", hidden=True),
         options_from(EngineConfig, exclude=frozenset({"model"}), defaults=SERVED),
         options_from(ClusterConfig),
         config_file_option,

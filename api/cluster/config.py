@@ -71,6 +71,10 @@ class AppConfig:
             raise ValueError(
                 f"{', '.join(refused)}: Ray controls this here; set it in http_options of Ray Serve"
             )
+        if left.pop("grpc_port", None) is not None:
+            raise ValueError(
+                "grpc_port: Ray's proxies pass only HTTP on to maxsimd; leave it out, or use `maxsimd serve`"
+            )
         if several := sorted({*ONE_PROCESS, "models"} & left.keys()):
             raise ValueError(f"{', '.join(several)}: on Ray one model is served; leave that out")
         engine = EngineConfig.of({**SERVED, **_taken(left, _names(EngineConfig))})

@@ -17,7 +17,7 @@ from maxsimd.api.fleet.fleet_engine import FleetEngine, FrontView, check_limits
 from maxsimd.api.fleet.link import Door, UnixAddress
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.supervisor import Setup, read_setup
-from maxsimd.api.http.sockets import max_connections, raise_descriptor_limit, tls_context
+from maxsimd.api.http.sockets import connections_by_port, raise_descriptor_limit, tls_context
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.media import MediaSources
@@ -100,7 +100,7 @@ def _check(setup: Setup, engine: FleetEngine) -> None:
 
     ApiKeys(config, set_tenants=set_tenants, must_be_named=engine.caches_by_tenant, secret=setup.secret)
     tls_context(config)
-    max_connections(config.max_connections, raise_descriptor_limit())
+    connections_by_port(config, raise_descriptor_limit())
     MediaSources(config)
 
 

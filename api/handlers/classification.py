@@ -136,6 +136,7 @@ async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPa
             ),
             use_activation=not body.raw_scores and apply is None,
             tenant=state.tenant,
+            timeout=state.timeout,
         )
 
     def build(warnings: wire.Warnings) -> Any:

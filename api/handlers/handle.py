@@ -120,9 +120,11 @@ async def handle(
     headers: Mapping[str, str],
     body: Body,
     sink: Sink | None = None,
+    timeout: float | None = None,
 ) -> Answer:
     """Answers a request whatever happens. Cancelling it cancels the request's work. An answer that is sent
-    while it is made goes to `sink`; the returned answer has been sent then.
+    while it is made goes to `sink`; the returned answer has been sent then. `timeout` is in seconds, for
+    clients that set one outside of the body; text-embeddings-inference's routes hold it.
 
     `path` has no query string and is percent-decoded, except %2F and %25. `headers` are looked up by names in
     lower case. `body` is read only by handlers that need it, and no further than the limit.
@@ -140,7 +142,7 @@ async def handle(
         so_far = time.perf_counter() - started if math.isnan(seconds) else seconds
         return answer.completed(request_id, so_far, cross_origin)
 
-    notes = RequestNotes()
+    notes = RequestNotes(timeout=timeout)
     whole = WholeAnswer()
     sender = LineSender(sink or whole, completed)
     try:

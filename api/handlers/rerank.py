@@ -373,7 +373,7 @@ def score_options(
         "cache": body.cache or "use",
         "priority": body.priority or 0,
         "tenant": state.tenant,
-        "timeout": body.timeout,
+        "timeout": state.timeout if body.timeout is None else body.timeout,
         "on_timeout": body.on_timeout or "error",
         "on_error": body.on_error or "fail",
         "explain": body.explain or False,

@@ -139,6 +139,7 @@ async def _run(
             prompt_name=embeddings.prompt_name_of(state, options.prompt_name),
             truncation=truncation,
             tenant=state.tenant,
+            timeout=state.timeout,
             **more,
         )
     return headers, result

@@ -14,6 +14,7 @@ _OTHER_DESCRIPTORS = 100
 _FEWEST_DESCRIPTORS = 32
 _MOST_BY_DEFAULT = 10_000
 _MOST_DESCRIPTORS = 1 << 20
+_MOST_GRPC_CONNECTIONS = 512
 
 
 def raise_descriptor_limit() -> int:
@@ -45,6 +46,15 @@ def max_connections(asked_for: int | None, descriptors: int) -> int:
             "descriptors (ulimit -n) leaves; lower the one or raise the other"
         )
     return asked_for or min(possible, _MOST_BY_DEFAULT)
+
+
+def connections_by_port(config: ServerConfig, descriptors: int) -> tuple[int, int]:
+    """The most connections for HTTP and for gRPC. Raises SetupError."""
+    of_grpc = 0 if config.grpc_port is None else _MOST_GRPC_CONNECTIONS
+    if descriptors != resource.RLIM_INFINITY:
+        of_grpc = min(of_grpc, descriptors // 4)
+        descriptors -= of_grpc
+    return max_connections(config.max_connections, descriptors), of_grpc
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:

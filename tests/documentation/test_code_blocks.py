@@ -41,7 +41,8 @@ def _blocks(page: Path) -> list[Block]:
 
 
 _BLOCKS = [block for page in (*BESIDE_DOCS, *sorted(ROOT.glob("docs/**/*.md"))) for block in _blocks(page)]
-_OF_CLIENTS = {ROOT / "docs" / name for name in ("clients.md", "rag.md", "databases.md", "batch-jobs.md")}
+_NEED_CLIENTS = ("clients.md", "rag.md", "databases.md", "batch-jobs.md", "grpc.md")
+_OF_CLIENTS = {ROOT / "docs" / name for name in _NEED_CLIENTS}
 
 
 def blocks_of(language: str) -> list[Block]:

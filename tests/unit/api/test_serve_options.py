@@ -117,6 +117,7 @@ def test_a_wrong_option_is_explained(served: Captured) -> None:
         (["--transfer-seconds", "inf"], "transfer_seconds must be a number above 0, not inf"),
         (["--min-bytes-per-second", "-1"], "min_bytes_per_second must be at least 0, not -1"),
         (["--port", "65536"], "port must be from 0 to 65535, not 65536"),
+        (["--grpc-port", "1", "--fronts", "2"], "grpc_port needs one front"),
         (["--api-key", "one", "--api-key", " \t"], "api_key must not be empty"),
         (["--tls-key", "key"], "tls_key needs tls_cert"),
         (["--cors-origin", "example.com"], "cors_origin must be * or like https://example.com"),

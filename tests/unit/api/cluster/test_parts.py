@@ -38,6 +38,7 @@ def test_a_configuration_survives_or_is_refused() -> None:
         ({"replicas": 0}, "replicas must be at least 1"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas must be at least"),
         ({"dtype": "float33"}, "dtype"),
+        ({"grpc_port": 1}, "grpc_port: Ray's proxies pass only HTTP on"),
     ):
         with pytest.raises(ValueError, match=message):
             AppConfig.of(arguments)
