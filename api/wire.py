@@ -83,6 +83,14 @@ TruncationDirection = Annotated[
 InputType = Annotated[
     Name | None, about("`query` or `document`, for models that read them differently.", "document")
 ]
+Priority = Annotated[
+    int | Literal["interactive", "batch"] | None,
+    about("Class, or -8 to 8; each lower number doubles the share. Default: interactive.", "batch"),
+]
+Timeout = Annotated[
+    Annotated[float, msgspec.Meta(gt=0)] | None,
+    about("Seconds that the request may take. Default: no limit.", 10),
+]
 PromptName = Annotated[Name | None, about("Name of a prompt of the model, put before the text.", "query")]
 # A text, texts, token ids or lists of those; or objects that hold a text, as Jina's clients send.
 Texts = Annotated[
@@ -147,14 +155,8 @@ class Common(RequestBody, kw_only=True):
         LongDocuments | None,
         about("Truncate, read in windows, or refuse. Default: the server's `--long-documents`.", "truncate"),
     ] = None
-    priority: Annotated[
-        int | Literal["interactive", "batch"] | None,
-        about("Class, or -8 to 8; each lower number doubles the share. Default: interactive.", "batch"),
-    ] = None
-    timeout: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Seconds that the request may take. Default: no limit.", 10),
-    ] = None
+    priority: Priority = None
+    timeout: Timeout = None
     # OpenAI's, and vLLM's name of a request in its log.
     user: Ignored = None
     request_id: Ignored = None

@@ -177,7 +177,8 @@ def _described(info: Info, answer: Answer) -> Message:
         version=info.version,
         model_id=info.model_id,
         model_dtype=info.model_dtype,
-        model_type=_MODEL_TYPES[next(iter(info.model_type))],
+        # TEI has no kind for language models.
+        model_type=_MODEL_TYPES[next(iter(info.model_type), "classifier")],
         max_concurrent_requests=MOST_CALLS,
         max_input_length=info.max_input_length,
         max_batch_tokens=info.max_batch_tokens,

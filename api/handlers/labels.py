@@ -52,14 +52,8 @@ class _Scoring(wire.RequestBody, kw_only=True):
     item_first: Annotated[
         bool | None, about("Put the item before the query in each prompt. Default: false.", False)
     ] = None
-    priority: Annotated[
-        int | Literal["interactive", "batch"] | None,
-        about("Class, or -8 to 8; each lower number doubles the share. Default: interactive.", "batch"),
-    ] = None
-    timeout: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        about("Seconds that the request may take. Default: no limit.", 10),
-    ] = None
+    priority: wire.Priority = None
+    timeout: wire.Timeout = None
     user: wire.Ignored = None
     request_id: wire.Ignored = None
 
