@@ -20,8 +20,9 @@ class ScoreType(Enum):
     """The ways to score a query against a document. Listwise (jina-reranker-v3) runs a query with a block of
     documents in one pass, and scores each from the hidden state at its marker. Sparse is the dot product of
     word weights. Hybrid (bge-m3) is the weighted mean of dense, sparse and multi-vector scores of one
-    pass. A language model gives no single score, but the probability of each label that a request names as
-    the next token. A token classifier labels the tokens of a text, and scores nothing."""
+    pass. A language model ranks documents by prompts that show several, and gives the probability of each
+    label that a request names as the next token. A token classifier labels the tokens of a text, and scores
+    nothing."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"
@@ -37,6 +38,11 @@ class ScoreType(Enum):
         """Whether queries and documents have embeddings, from which scores are made."""
         together = ScoreType.CROSS_ENCODER, ScoreType.LISTWISE, ScoreType.LANGUAGE_MODEL
         return self not in (*together, ScoreType.TOKEN_CLASSIFIER)
+
+    @property
+    def scores_together(self) -> bool:
+        """Whether a document's score depends on the other documents of its request."""
+        return self in (ScoreType.LISTWISE, ScoreType.LANGUAGE_MODEL)
 
 
 # The numbers that options take. `compress_ratio` is as in FlagEmbedding.
@@ -225,6 +231,9 @@ class EngineConfig:
     )
     instruction: str | None = option(
         None, "Instruction for models that take one; requests can override it", within="model_option"
+    )
+    rank_by: Literal["listwise", "pairwise"] = option(
+        "listwise", "How a language model ranks: listwise, or pairwise", within="model_option"
     )
     calibration: str | None = option(
         None,

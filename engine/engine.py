@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import count
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
 import numpy as np
@@ -42,7 +43,9 @@ from maxsimd.engine.processors.embedding import (
     check_encoding,
     encoding_price,
 )
+from maxsimd.engine.processors.labels import LanguageModelProcessor
 from maxsimd.engine.processors.processor import Plan, ScorePlan, ScoreProcessor, UnscoredPlan
+from maxsimd.engine.processors.prompted_ranking import Chosen, RankedPlan
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, chat_text
 from maxsimd.engine.requests import (
     AddedDocuments,
@@ -730,6 +733,8 @@ class Engine:
             options["on_timeout"],
             options["on_error"],
         )
+        if isinstance(processor, LanguageModelProcessor):
+            return await self._ranked(processor, request, run_options)
         if processor.scores_together:
             arrived = None
         num_named = request.num_digests
@@ -744,6 +749,44 @@ class Engine:
             if run_options.on_timeout == "error":
                 raise
             return UnscoredPlan.of(request), Values([], {})
+
+    async def _ranked(
+        self, processor: LanguageModelProcessor, request: ScoreRequest, options: RunOptions
+    ) -> tuple[ScorePlan, Values]:
+        """Ranks documents by a language model's prompts, in rounds."""
+        running, clock = self._require(), asyncio.get_running_loop().time
+        started = clock()
+        prompts = await running.read(partial(processor.ranking_prompts, request), request, options)
+        ranking = prompts.ranking(self.config.rank_by, self.config.max_request_tokens)
+        num_rounds = prompts.num_rounds(self.config.rank_by)
+        # With one round its values are those of the call.
+        of_rounds = options if num_rounds == 1 else replace(options, progress=None)
+        used, timings, chosen = Usage(0), Timings(), None
+        for rounds in count():
+            if rounds and num_rounds > 1 and options.progress is not None:
+                options.progress(rounds, num_rounds)
+            try:
+                shown = ranking.send(cast("Chosen", chosen))
+            except StopIteration as end:
+                plan = RankedPlan(
+                    sequences=[],
+                    num_values=0,
+                    truncated=prompts.truncated,
+                    request=request,
+                    ranked=end.value,
+                    used=used,
+                )
+                return plan, Values([], {}, timings)
+            left = None if options.timeout is None else options.timeout - (clock() - started)
+            if left is not None and left <= 0:
+                assert options.timeout is not None
+                raise RequestTimeoutError.after(options.timeout)
+            asked = await running.in_pool(partial(prompts.request_of, shown), len(shown))
+            of_round, values = await running.run(processor.labels, asked, replace(of_rounds, timeout=left))
+            letters = prompts.form.letters[: len(shown[0])]
+            found = await run_in_thread_if_large(values.work, of_round.scores, values, letters, True)
+            chosen, used, timings = found.scores, used + found.usage, timings + found.timings
+        raise AssertionError("a ranking ends with scores")
 
     async def _embed(
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions

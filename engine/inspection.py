@@ -8,7 +8,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.checkpoint.heads import after_reference
-from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, TOKEN_CLASSIFY
+from maxsimd.engine.checkpoint.model import HYBRID_EMBED, LABEL_SCORES, SPARSE_EMBED, TOKEN_CLASSIFY
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
 from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.checkpoint.recipe_store import texts_content
@@ -125,7 +125,7 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
     scorer = reader if isinstance(reader, LibraryReader) and reader.can_score else None
     if config.dimensions is not None:  # the library's vectors have all
         scorer = None
-    has_no_score = len(model.labels) > 1 or not model.has_score
+    has_no_score = len(model.labels) > 1 or not model.has_score or model.score_task == LABEL_SCORES
     if model.listwise is not None or (model.items_have_ids and scorer is None) or has_no_score:
         return None
     limit = model.max_tokens
@@ -202,7 +202,7 @@ def _score(model: LoadedModel) -> str:
             f"up to {rules.block_documents} documents or {rules.context} tokens a pass"
         )
     if model.score_type is ScoreType.LANGUAGE_MODEL:
-        return "none but those of labels that a request names (POST /v1/label-scores)"
+        return "the order by prompts that show several documents; those of labels that a request names"
     if model.score_type is not ScoreType.CROSS_ENCODER:
         weights = ", ".join(f"{weight:g}" for weight in model.hybrid_weights)
         weighed = f", weighted {weights}" if model.similarity == "hybrid" else ""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, cast, get_args, overload
@@ -68,6 +68,9 @@ def digest_of(text: str) -> bytes:
 
 # A query or document: a text, an embedding, content with pictures, or a document's digest.
 Item: TypeAlias = str | Vectors | Content | DocumentDigest
+
+# Token ids: a caller's, or an array of ids that tokens have.
+Ids: TypeAlias = tuple[int, ...] | NDArray[np.int32]
 
 # The chunks of a text: start and end of each in characters.
 Chunks: TypeAlias = tuple[tuple[int, int], ...]
@@ -140,6 +143,9 @@ class Timings:
     model: float = 0.0
     score: float = 0.0
     device: float = 0.0
+
+    def __add__(self, other: "Timings") -> "Timings":
+        return Timings(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
     def whole(self) -> float:
@@ -339,11 +345,11 @@ class EmbedRequest:
 
 @dataclass(frozen=True, slots=True)
 class LabelRequest:
-    """Prompts of a language model, each of the query and a document, all texts or all token ids. The query
-    comes first unless `document_first`."""
+    """Prompts of a language model, each of the query and a document, all texts or all token ids: a caller's,
+    or arrays of known ones. The query comes first unless `document_first`."""
 
-    query: str | tuple[int, ...]
-    documents: tuple[str, ...] | tuple[tuple[int, ...], ...]
+    query: str | Ids
+    documents: tuple[str, ...] | tuple[Ids, ...]
     document_first: bool = False
 
     @property
@@ -376,7 +382,7 @@ def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
     return pictures + sum([_NAMED_TEXT for text in texts if isinstance(text, DocumentDigest)])
 
 
-def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
+def _size(texts: Sequence[Item | Ids]) -> int:
     """The size of texts. Vectors and digests take so little time that they do not count."""
     if are_texts(texts):
         return sum(map(len, cast("Sequence[str]", texts))) + 64 * len(texts)
@@ -395,6 +401,9 @@ class Usage:
     cached_tokens: int = 0
     cached_documents: int = 0
     query_tokens: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

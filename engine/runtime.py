@@ -277,6 +277,18 @@ class Running:
             self._num_inside -= 1
             values = None  # it holds the error, which holds this frame
 
+    async def read(self, read: Callable[[], T], request: ScoreRequest, options: RunOptions) -> T:
+        """Reads a request, which takes part in others, once it may be prepared. Raises QueueFullError."""
+        self._check_caller()
+        with self.admission.permit(request, self._tenants.applied(options)) as permit:
+            await self.admission.until_granted(permit)
+
+            def check_and_read() -> T:
+                permit.check()
+                return read()
+
+            return await self.in_pool(check_and_read, request.reading)
+
     async def check_readable(self, request: ScoreRequest) -> None:
         ids = RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
         request = replace(request, skip_unreadable=False)

@@ -34,7 +34,7 @@ from maxsimd.api.cli.files import (
 )
 from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
-from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.display import printable
 from maxsimd.engine.errors import InvalidRequestError
 
@@ -282,11 +282,11 @@ async def _score(
 ) -> None:
     """Scores what is not in the journal yet, with the options of `Engine.score`, until it is complete or
     someone asks the command to end."""
-    is_listwise = engine.model.score_type is ScoreType.LISTWISE
+    together = engine.model.score_type.scores_together
     left = [i for i in range(len(records)) if i not in journal.scores and i not in journal.errors]
-    # A listwise model scores documents by each other.
-    parts = iter([list(range(len(records)))]) if is_listwise else in_parts(records, left)
-    reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
+    # Some models score documents by each other.
+    parts = iter([list(range(len(records)))]) if together else in_parts(records, left)
+    reported: dict[str, Any] = {} if together else {"on_error": "report"}
 
     async def ask(part: list[int]) -> "ScoreResult":
         documents = [records[i].document for i in part]

@@ -25,7 +25,6 @@ from maxsimd.engine import (
     RequestTimeoutError,
     RequestTooLargeError,
 )
-from maxsimd.engine.config import ScoreType
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -219,9 +218,9 @@ class RowEngine:
         errors = {i: f"is no text but {_kind(each)}" for i, each in others.items()}
         if not texts:
             return row.scored({}, errors, 0)
-        # A listwise model scores documents together: all or none.
-        is_listwise = self._engine.model.score_type is ScoreType.LISTWISE
-        reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
+        # Some models score documents together: all or none.
+        together = self._engine.model.score_type.scores_together
+        reported: dict[str, Any] = {} if together else {"on_error": "report"}
         try:
             result = await self._engine.score(row.query, texts, priority="batch", **reported, **options)
         except ROW_ERRORS as error:

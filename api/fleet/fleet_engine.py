@@ -26,7 +26,7 @@ from maxsimd.api.fleet.spread import (
     run_of,
     size_of,
 )
-from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS, DocumentStream
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError, RequestTooLargeError
@@ -310,7 +310,7 @@ class FleetEngine:
         texts = as_texts(documents, "documents")
 
         windows = as_truncation(options.get("truncation", "cut")).windows
-        if self._num_engines > 1 and (windows or self.facts.score_type is ScoreType.LISTWISE):
+        if self._num_engines > 1 and (windows or self.facts.score_type.scores_together):
             raise InvalidRequestError(
                 "with several replicas, documents are not kept for listwise models or in windows: no replica "
                 "has all of them; truncate them, or give texts with each request",

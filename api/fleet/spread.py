@@ -330,7 +330,7 @@ class ScoreJob(Job):
         window may have many times a document's tokens.)"""
         options = self._options
         reads_windows = as_truncation(options["truncation"]).windows
-        if kind is ScoreType.LISTWISE or len(self.queries) > 1 or options["explain"] or reads_windows:
+        if kind.scores_together or len(self.queries) > 1 or options["explain"] or reads_windows:
             return fleets.Split.NEVER
         if self.has_digests:
             return fleets.Split.AT_OWNER
@@ -402,7 +402,7 @@ class AddJob(Job):
         self.named = [*map(DocumentDigest.of, texts)]
         super().__init__([*map(_digest, self.named)], [*map(size_of, texts)], options.get("timeout"))
         self.texts, self._options = texts, options
-        if facts.score_type is ScoreType.LISTWISE:
+        if facts.score_type.scores_together:
             self.split = fleets.Split.NEVER
         self._added: list[wire.Added] = []
         self._not_kept: list[int] = []

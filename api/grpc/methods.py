@@ -177,8 +177,7 @@ def _described(info: Info, answer: Answer) -> Message:
         version=info.version,
         model_id=info.model_id,
         model_dtype=info.model_dtype,
-        # TEI has no kind for language models.
-        model_type=_MODEL_TYPES[next(iter(info.model_type), "classifier")],
+        model_type=_MODEL_TYPES[next(iter(info.model_type))],
         max_concurrent_requests=MOST_CALLS,
         max_input_length=info.max_input_length,
         max_batch_tokens=info.max_batch_tokens,

@@ -194,9 +194,9 @@ async def info(state: ServerState) -> Answer:
 def _tei_kind(model: ModelFacts) -> dict[str, Any]:
     """The model's purposes for text-embeddings-inference's clients. Some look only at the first key."""
     if not model.has_score:
-        return {"classifier": _labels(model)} if model.labels else {}
+        return {"classifier": _labels(model)}
     ranking = {"reranker": _labels(model)}
-    if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
+    if model.score_type.scores_together or len(model.labels) == 1:
         return ranking
     if model.labels:
         return {**ranking, "classifier": _labels(model)}

@@ -43,7 +43,6 @@ from maxsimd.api.models import Wanted
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import about
 from maxsimd.engine import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 
 # Bytes of a word in a sparse answer: an object and two numbers.
@@ -289,7 +288,7 @@ _FORMS_OF_INPUT: dict[str, Form[Any, Any]] = {"classify": CLASSIFY, "token_class
 
 def _form_for_model(model: ModelFacts) -> Form[Any, Any]:
     """The meaning of a request to `/` for this model."""
-    if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
+    if model.score_type.scores_together or (model.score_task == "classify" and len(model.labels) == 1):
         return RANK
     return _FORMS_OF_INPUTS.get(model.score_task) or VECTORS
 

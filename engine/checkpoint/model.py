@@ -225,7 +225,7 @@ class LoadedModel:
     @property
     def has_score(self) -> bool:
         """Whether a query and a document have one score."""
-        if self.score_task in (LABEL_SCORES, TOKEN_CLASSIFY):
+        if self.score_task == TOKEN_CLASSIFY:
             return False
         return self.score_task != "classify" or len(self.labels) == 1 or self.score_label is not None
 

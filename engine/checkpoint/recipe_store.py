@@ -43,7 +43,15 @@ _IRRELEVANT = frozenset(
         *("max_queued_tokens", "max_wait_seconds", "max_request_tokens", "steps_in_flight", "max_vectors"),
         *("step_timeout_seconds", "quantization", "kernels", "maxsim", "attention", "cuda_graphs", "packing"),
         *("prefix_sharing", "dimensions", "doc_token_pooling", "query_prompt", "document_prompt"),
-        *("instruction", "calibration", "window_overlap", "cache_mb", "device_cache_mb", "cache_dir"),
+        *(
+            "instruction",
+            "calibration",
+            "rank_by",
+            "window_overlap",
+            "cache_mb",
+            "device_cache_mb",
+            "cache_dir",
+        ),
         *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
         *("cache_by_tenant", "document_store_mb", "score_label"),
     }

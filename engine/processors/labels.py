@@ -5,13 +5,14 @@ scoring. The query's tokens run once for all prompts that begin with them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.checkpoint.language_model import DOCUMENT_FIRST, OutputLayer
 from maxsimd.engine.checkpoint.model import LABEL_SCORES
+from maxsimd.engine.checkpoint.output_layer import DOCUMENT_FIRST, OutputLayer
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.cross_encoder import (
     BuiltPair,
@@ -20,8 +21,17 @@ from maxsimd.engine.processors.cross_encoder import (
     pair_sequences,
 )
 from maxsimd.engine.processors.processor import Plan, Processor, ProcessorContext, RequestIds
+from maxsimd.engine.processors.prompted_ranking import PromptForm, RankingPrompts
 from maxsimd.engine.processors.text.builder import FittedText, InputName, checked_ids
-from maxsimd.engine.requests import CUT_LONG, LabelRequest, LabelScores, ScoreOptions, ScoreRequest, Values
+from maxsimd.engine.requests import (
+    CUT_LONG,
+    Ids,
+    LabelRequest,
+    LabelScores,
+    ScoreOptions,
+    ScoreRequest,
+    Values,
+)
 from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.sequence import TokenIds
 
@@ -117,15 +127,18 @@ class LabelProcessor(Processor[LabelRequest, LabelPlan]):
             yield pair
 
     def _of_ids(self, request: LabelRequest) -> Iterator[BuiltPair]:
-        query = checked_ids(cast("tuple[int, ...]", request.query), self._tokenizer, InputName("query", 0))
+        query = self._known(cast("Ids", request.query), InputName("query", 0))
         prefix = _NONE if request.document_first else query
-        for i, given in enumerate(cast("tuple[tuple[int, ...], ...]", request.documents)):
-            document = checked_ids(given, self._tokenizer, InputName("documents", i))
+        for i, given in enumerate(cast("tuple[Ids, ...]", request.documents)):
+            document = self._known(given, InputName("documents", i))
             parts: tuple[TokenIds, ...] = (query, document)
             parts = parts[::-1] if request.document_first else parts
             if len(query) + len(document) > self._limits.longest_sequence:
                 raise self._too_long(i)
             yield BuiltPair([JoinedTokens.of(parts, (0, 0))], prefix, truncated=False)
+
+    def _known(self, ids: Ids, name: InputName) -> TokenIds:
+        return ids if isinstance(ids, np.ndarray) else checked_ids(ids, self._tokenizer, name)
 
     def _too_long(self, document: int) -> InvalidRequestError:
         return InputName("documents", document).error(
@@ -135,8 +148,10 @@ class LabelProcessor(Processor[LabelRequest, LabelPlan]):
 
 
 class LanguageModelProcessor(CrossEncoderProcessor):
-    """Reads prompts in two parts as pairs. They have no score, but those of the labels of a request."""
+    """Ranks documents by prompts that show several, in rounds (`Engine.rerank`), and scores the labels of
+    requests."""
 
+    scores_together = True
     _task = LABEL_SCORES
 
     def __init__(self, context: ProcessorContext) -> None:
@@ -148,9 +163,30 @@ class LanguageModelProcessor(CrossEncoderProcessor):
         return model.score_task == LABEL_SCORES
 
     def check_options(self, options: ScoreOptions) -> None:
-        raise InvalidRequestError(
-            "this model is a language model that scores the labels of a request (POST /v1/label-scores) and "
-            "gives a query and a document no single score; for that, start it with a score_template in place "
-            "of its score_type",
-            "model",
-        )
+        for name, usual in (("on_timeout", "error"), ("on_error", "fail"), ("explain", False)):
+            if options[name] != usual:  # type: ignore[literal-required]
+                raise InvalidRequestError(
+                    f"a language model ranks documents by each other, in prompts: leave out {name}", name
+                )
+
+    @cached_property
+    def _form(self) -> PromptForm:
+        return PromptForm.of(self._model.tokenizer, self._tokenizer)
+
+    def ranking_prompts(self, request: ScoreRequest) -> RankingPrompts:
+        """Reads a request to rank. Raises InvalidRequestError."""
+        if len(request.queries) > 1:
+            raise InvalidRequestError(
+                "a language model ranks the documents of one query; send each query by itself", "queries"
+            )
+        if request.truncation.windows:
+            name = request.truncation.option_names.allow
+            raise InvalidRequestError(
+                f"a language model does not read documents in windows; truncate or refuse them ({name})",
+                "truncation",
+            )
+        request = self._with_texts(request)
+        if request.instruction is None:
+            request = replace(request, instruction=self._model.instruction)
+        long_inputs = self._limits.applied_to(request.truncation)
+        return RankingPrompts.of(self._form, self._tokenizer, request, long_inputs)

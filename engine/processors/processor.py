@@ -18,7 +18,6 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.documents import DocumentTexts, TenantTexts
 from maxsimd.engine.cache.store import CachedScore, PairKeys, RunFacts, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError, UnknownDocumentsError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.processors.text.builder import LengthLimits, check_tokens
@@ -127,7 +126,7 @@ class Normalization:
                 "bounds; leave it out",
                 "normalize",
             )
-        is_sum = model.score_type is not ScoreType.LISTWISE and model.similarity == "maxsim"
+        is_sum = not model.score_type.scores_together and model.similarity == "maxsim"
         return cls(model.score_task == "classify", is_sum, calibration)
 
     def apply(self, scores: Scores, query_rows: NDArray[np.int64] | None = None) -> Scores:

@@ -32,7 +32,7 @@ class ScoreScale:
 
 def has_bounds(model: LoadedModel) -> bool:
     """Whether a model's scores have bounds: those of vectors of any length have none."""
-    if model.score_task == "classify" or model.score_type is ScoreType.LISTWISE:
+    if model.score_task == "classify" or model.score_type.scores_together:
         return True
     if model.similarity in ("cosine", "sparse-cosine"):
         return True
@@ -45,6 +45,8 @@ def score_scale(
     """Returns the scale for a request with these options."""
     if normalize and calibrated:
         return ScoreScale("calibrated probability", 0.0, 1.0)
+    if model.score_type is ScoreType.LANGUAGE_MODEL:
+        return ScoreScale("rank", 0.0, 1.0)
     if model.score_task == "classify":
         if not (use_activation or normalize):
             return ScoreScale("logit", None, None)

@@ -1,6 +1,7 @@
-"""Scores of labels by language models, beside transformers."""
+"""Scores of labels and rankings by language models, beside transformers."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, ModelLoadError
+from maxsimd.engine import (
+    CUT_LONG,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    ModelLoadError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+)
+from maxsimd.engine.requests import ScoreRequest
 from tests.checkpoints import gguf_models, language_models
 from tests.checkpoints.tokenizers import GEMMA, unigram
 from tests.checkpoints.weights import save_model
@@ -115,8 +125,6 @@ async def test_token_ids_and_labels_as_texts(checkpoints: SharedCheckpoints) -> 
         for query, documents, labels, says in wrong:
             with pytest.raises(InvalidRequestError, match=says):
                 await engine.label_scores(query, documents, labels)
-        with pytest.raises(InvalidRequestError, match="no single score"):
-            await engine.score("q", "d")
         with pytest.raises(InvalidRequestError, match="cannot embed"):
             await engine.embed("d")
     async with Engine(path, dtype="float32") as engine:
@@ -171,8 +179,88 @@ async def test_the_routes_speak_sglang_and_vllm(checkpoints: SharedCheckpoints) 
             ("/v1/label-scores", {"query": {}}, "query"), ("/generative_scoring", {"items": 3}, "items"),
         ):  # fmt: skip
             await caller.refused(path, body | more, 400, param)
-        await caller.refused("/rerank", {"query": "q", "documents": ["d"]}, 400, "model", "/v1/label-scores")
+        ranked = await engine.rerank(QUERY, ITEMS)
+        answer = await caller.json("/rerank", {"query": QUERY, "documents": ITEMS})
+        assert [one["index"] for one in answer["results"]] == [one.index for one in ranked]
+        assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens > 40
+        for more, param in (({"explain": True}, "explain"), ({"on_timeout": "partial"}, "on_timeout")):
+            await caller.refused("/rerank", {"query": "q", "documents": ["d"]} | more, 400, param)
         accepting = Caller(engine, served_model_name=("mine",), accept_token_ids=True)
         ids = {"query": [30, 31], "items": [[5], [6, 7]], "label_token_ids": [1, 2], "item_first": True}
         wanted = (await engine.label_scores([30, 31], [[5], [6, 7]], [1, 2], document_first=True)).scores
         np.testing.assert_allclose((await accepting.json("/label-scores", ids))["scores"], wanted, rtol=1e-6)
+
+
+def _by_windows(engine: Engine, path: str, documents: list[str]) -> list[int]:
+    """RankGPT's windows, moved by hand from the last documents to the first, over transformers' logits."""
+    processor: Any = engine.score_processor
+    prompts = processor.ranking_prompts(_asked(documents))
+    order, end = list(range(len(documents))), len(documents)
+    start = end - 20
+    while True:
+        start = max(start, 0)
+        shown = order[start:end]
+        request = prompts.request_of([shown])
+        letters = list(prompts.form.letters[: len(shown)])
+        (row,) = _by_transformers(path, [[*request.query, *request.documents[0]]], letters, True)
+        order[start:end] = [shown[i] for i in sorted(range(len(shown)), key=lambda i: -row[i])]
+        if start == 0:
+            return order
+        start, end = start - 10, end - 10
+
+
+def _asked(documents: list[str], **options: Any) -> ScoreRequest:
+    return ScoreRequest(queries=("which file?",), documents=tuple(documents), truncation=CUT_LONG, **options)
+
+
+async def test_windows_and_pairs_rank_documents(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoints(language_models.qwen3_reranker), tmp_path / "model")
+    (path / "chat_template.jinja").write_text(
+        "{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    words = "abcdefghijklmnopqrstuvwxyz12345"
+    documents = [f"the {word} file " + "is opened " * (i % 7) for i, word in enumerate(words)]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    async with Engine(str(path), dtype="float32", score_type="language-model") as engine:
+        processor: Any = engine.score_processor
+        request = processor.ranking_prompts(_asked(documents, instruction="Find it.")).request_of([[3, 1]])
+        assert tokenizer.decode([*request.query, *request.documents[0]]) == (
+            "<|im_start|>user\nFind it.\n\nQuery: which file?\n\n"
+            "[A] the d file is opened is opened is opened \n\n[B] the b file is opened \n\n"
+            "Which passage is it? Answer with its letter alone.<|im_end|>\n"
+            "<|im_start|>assistant\n["
+        )
+        seen: list[tuple[int, int]] = []
+        for count in (1, 2, 20, 31):
+            ranked = await engine.rerank(
+                "which file?", documents[:count], progress=lambda *each: seen.append(each)
+            )
+            assert [one.index for one in ranked] == _by_windows(engine, str(path), documents[:count])
+            assert [one.score for one in ranked] == pytest.approx([(count - i) / count for i in range(count)])
+        assert seen[-3:] == [(1, 3), (2, 3), (3, 3)]
+        # The longest documents are truncated, so that a window fits.
+        long = ["word " * 3000, *documents[:18], "word " * 3000]
+        ranked = await engine.rerank("which file?", long)
+        assert ranked.truncated == 2
+        with pytest.raises(InvalidRequestError, match=r"documents\[0\] has more than the 1\d\d\d tokens"):
+            await engine.rerank("which file?", long, truncation="error")
+        with pytest.raises(InvalidRequestError, match="shorten them"):
+            await engine.rerank("word " * 4000, documents)
+        with pytest.raises(InvalidRequestError, match="one query"):
+            await engine.score(["a", "b"], ["a", "b"])
+        with pytest.raises((RequestTimeoutError, RequestTooLargeError)):
+            await engine.rerank("which file?", documents * 40, timeout=0.05)
+    async with Engine(str(path), dtype="float32", score_type="language-model", rank_by="pairwise") as engine:
+        processor = engine.score_processor
+        prompts = processor.ranking_prompts(_asked(documents[:4]))
+        pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
+        request = prompts.request_of(pairs)
+        shown, letters = [[*request.query, *each] for each in request.documents], [*prompts.form.letters[:2]]
+        rows = _by_transformers(str(path), shown, letters, True)
+        wins = np.zeros(4)
+        for row, pair in zip(rows, pairs, strict=True):
+            wins[list(pair)] += row / 6
+        np.testing.assert_allclose((await engine.score("which file?", documents[:4])).scores, wins, atol=1e-5)
+        with pytest.raises(RequestTooLargeError, match="at most 50 documents are compared in pairs"):
+            await engine.rerank("q", ["d"] * 51)

@@ -20,12 +20,13 @@ EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
 ADD = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 SCORE_LABELS = {"apply_softmax": False, "document_first": False, "priority": 0, "tenant": "", "timeout": None}
-TEI_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
-COHERE_EMBED = OLLAMA_EMBED = TEI_EMBED | {"dimensions": None}
+VENDOR_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
+COHERE_EMBED = OLLAMA_EMBED = VENDOR_EMBED | {"dimensions": None}
+TEI_EMBED = VENDOR_EMBED | {"timeout": None}
 LABEL = {"aggregation_strategy": "none", "ignore_labels": ["O"], "stride": None}
 PREDICT_TOKENS = LABEL | {"ignore_labels": (), "return_logits": True, "truncation": CUT_LONG, "tenant": ""}
 SIMPLE = {"aggregation_strategy": "simple", "ignore_labels": ["O"], "return_logits": False}
-PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
+PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": "", "timeout": None}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
 RERANK_BODY = {"query": "q", "documents": ["d", "e"]}

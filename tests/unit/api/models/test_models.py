@@ -70,10 +70,7 @@ def test_a_model_that_others_join_has_a_name_for_paths() -> None:
 class _Facts:
     def __init__(self, score_type: str, *tasks: str, labels: int = 0) -> None:
         self.score_type, self.score_task, self.is_classifier = ScoreType(score_type), tasks[0], labels > 1
-        self.dims, self.has_score = (
-            dict.fromkeys(tasks),
-            not self.is_classifier and "label_scores" not in tasks,
-        )
+        self.dims, self.has_score = dict.fromkeys(tasks), not self.is_classifier
 
 
 MODELS: dict[str, Any] = {
@@ -93,7 +90,7 @@ def test_a_request_without_a_model_goes_to_the_first_fit() -> None:
         (Wanted.TOKEN_VECTORS, "reranker bi colbert", "bi"),
         (Wanted.SPARSE_VECTORS, "bi splade", "splade"),
         *((Wanted.CLASSES, "reranker classifier", "classifier"), (Wanted.CLASSES, "bi reranker", "reranker")),
-        *((Wanted.LABELS, "reranker language", "language"), (Wanted.RANKING, "language bi", "bi")),
+        *((Wanted.LABELS, "reranker language", "language"), (Wanted.RANKING, "language bi", "language")),
         *((Wanted.ANYTHING, "splade bi", "splade"), (Wanted.VECTORS, "bi unknown", "bi")),
     ):
         assert first_suited(wanted, {name: MODELS[name] for name in models.split()}) == expected

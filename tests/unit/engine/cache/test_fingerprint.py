@@ -42,9 +42,9 @@ OF_NO_CONCERN: dict[str, Any] = {
     "max_queued_tokens": 99_999, "max_wait_seconds": 99.0, "step_timeout_seconds": 99.0,
     "max_request_tokens": 99_999, "max_vectors": 99, "steps_in_flight": 1, "maxsim": "reference",
     "cuda_graphs": "off", "prefix_sharing": "off", "threads": 1, "tokenizer_threads": 1,
-    "calibration": "a file", "cache_mb": 1, "cache_by_tenant": True, "device_cache_mb": 1,
-    "cache_disk_mb": 99, "document_store_mb": 1, "allow_pickle": True, "trust_remote_code": True,
-    "offline": True,
+    "calibration": "a file", "rank_by": "pairwise", "cache_mb": 1, "cache_by_tenant": True,
+    "device_cache_mb": 1, "cache_disk_mb": 99, "document_store_mb": 1, "allow_pickle": True,
+    "trust_remote_code": True, "offline": True,
 }  # fmt: skip
 # Options that are ingredients themselves, as CHANGES has them.
 INGREDIENTS = {"dtype", "cache_precision", "quantization", "kernels", "attention", "packing"}
