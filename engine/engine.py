@@ -647,6 +647,8 @@ class Engine:
         *,
         apply_softmax: bool = False,
         document_first: bool = False,
+        tokenize_apart: bool = False,
+        add_special_tokens: bool = True,
         priority: Priority = 0,
         tenant: str = "",
         timeout: float | None = None,
@@ -655,11 +657,12 @@ class Engine:
         """Returns the probability of each label as the next token behind each prompt, which is the query and
         a document: float32 [documents, labels]. For language models (`score_type="language-model"`).
 
-        Texts are tokenized as one, between the tokenizer's special tokens; token ids are taken as they are.
+        Texts are tokenized as one, as SGLang does, or apart, as vLLM does. Token ids are taken as they are.
         Prompts are never truncated."""
         running = self._require()
         processor = running.processors.labels
-        request = LabelRequest(*as_prompts(query, documents), document_first)
+        prompts = as_prompts(query, documents)
+        request = LabelRequest(*prompts, document_first, tokenize_apart, add_special_tokens)
         found = processor.label_ids(tuple(labels))
         self.metrics.request_documents.observe(len(request.documents))
         options = RunOptions(priority, tenant, timeout, progress)

@@ -29,6 +29,9 @@ MEANINGS = {
     "labels": "The labels to score: token ids, or texts of one token each.",
     "apply_softmax": "Whether the probabilities of the labels are made to sum to 1.",
     "document_first": "Whether a document stands before the query in its prompt.",
+    "tokenize_apart": "Whether the query and each document are tokenized apart. False joins the texts first.",
+    "label_scores.add_special_tokens": "Whether the tokenizer's special tokens stand around each prompt, or "
+    "around the query if it is tokenized apart. Token ids get none.",
     "top_n": "The most documents to return. None or 0 returns all. InvalidRequestError if it is negative.",
     "score_threshold": "Leaves out documents with a lower score. None leaves out none.",
     "truncation": '"cut" truncates texts that are too long for the model, and counts them in '

@@ -346,11 +346,15 @@ class EmbedRequest:
 @dataclass(frozen=True, slots=True)
 class LabelRequest:
     """Prompts of a language model, each of the query and a document, all texts or all token ids: a caller's,
-    or arrays of known ones. The query comes first unless `document_first`."""
+    or arrays of known ones. The query comes first unless `document_first`. A prompt is one text between
+    special tokens, or with `tokenized_apart` the tokens of the query, with those around it, beside the
+    document's; `add_special_tokens` says whether there are special tokens."""
 
     query: str | Ids
     documents: tuple[str, ...] | tuple[Ids, ...]
     document_first: bool = False
+    tokenized_apart: bool = False
+    add_special_tokens: bool = True
 
     @property
     def size(self) -> int:

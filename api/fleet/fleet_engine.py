@@ -376,6 +376,8 @@ class FleetEngine:
         *,
         apply_softmax: bool = False,
         document_first: bool = False,
+        tokenize_apart: bool = False,
+        add_special_tokens: bool = True,
         **options: Any,
     ) -> LabelScores:
         check_task("label_scores", self.facts.dims)
@@ -389,6 +391,8 @@ class FleetEngine:
                 run=run_of(options, left),
                 apply_softmax=apply_softmax,
                 document_first=document_first,
+                tokenize_apart=tokenize_apart,
+                add_special_tokens=add_special_tokens,
             )
 
         job = WholeJob(sum(map(size_of, prompts)), options.get("timeout"), ask)

@@ -182,6 +182,8 @@ class ScoreLabels(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     run: Run
     apply_softmax: bool = False
     document_first: bool = False
+    tokenize_apart: bool = False
+    add_special_tokens: bool = True
 
 
 class TokenClassify(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -70,11 +70,14 @@ class LabelScoresRequest(_Scoring, kw_only=True):
 
 
 class GenerativeScoringRequest(_Scoring, kw_only=True):
-    """vLLM's."""
+    """vLLM's, which tokenizes the query and the items apart."""
 
     apply_softmax: Annotated[
         bool | None,
         about("Have the scores of the labels sum to 1. Default: true.", True),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, about("Put special tokens around the query. Default: true.", True)
     ] = None
 
 
@@ -123,7 +126,15 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and {*map(type, value)} == {int}
 
 
-async def _scored(state: ServerState, body: _Scoring, prompts: Prompts, apply_softmax: bool) -> LabelScores:
+async def _scored(
+    state: ServerState,
+    body: _Scoring,
+    prompts: Prompts,
+    *,
+    apply_softmax: bool,
+    tokenize_apart: bool = False,
+    add_special_tokens: bool = True,
+) -> LabelScores:
     query, items = prompts
     reading.check_token_ids(cast("reading.Inputs", [query]), state.config.accept_token_ids, "query")
     labels = body.labels if body.label_token_ids is None else body.label_token_ids
@@ -141,6 +152,8 @@ async def _scored(state: ServerState, body: _Scoring, prompts: Prompts, apply_so
             labels,
             apply_softmax=apply_softmax,
             document_first=bool(body.item_first),
+            tokenize_apart=tokenize_apart,
+            add_special_tokens=add_special_tokens,
             priority=body.priority or 0,
             tenant=state.tenant,
             timeout=body.timeout,
@@ -148,7 +161,7 @@ async def _scored(state: ServerState, body: _Scoring, prompts: Prompts, apply_so
 
 
 async def label_scores(state: ServerState, body: LabelScoresRequest, prompts: Prompts) -> Answer:
-    result = await _scored(state, body, prompts, bool(body.apply_softmax))
+    result = await _scored(state, body, prompts, apply_softmax=bool(body.apply_softmax))
     model = state.model_name
 
     def build(warnings: wire.Warnings) -> LabelScoresResponse:
@@ -159,7 +172,14 @@ async def label_scores(state: ServerState, body: LabelScoresRequest, prompts: Pr
 
 
 async def generative_scoring(state: ServerState, body: GenerativeScoringRequest, prompts: Prompts) -> Answer:
-    result = await _scored(state, body, prompts, body.apply_softmax is not False)
+    result = await _scored(
+        state,
+        body,
+        prompts,
+        apply_softmax=body.apply_softmax is not False,
+        tokenize_apart=True,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
     model = state.model_name
 
     def build(warnings: wire.Warnings) -> GenerativeScoringResponse:

@@ -12,7 +12,8 @@ import numpy as np
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.model import LABEL_SCORES
-from maxsimd.engine.checkpoint.output_layer import DOCUMENT_FIRST, OutputLayer
+from maxsimd.engine.checkpoint.output_layer import DOCUMENT_FIRST, QUERY_FIRST, OutputLayer
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.cross_encoder import (
     BuiltPair,
@@ -67,10 +68,15 @@ class LabelProcessor(Processor[LabelRequest, LabelPlan]):
         assert isinstance(head, OutputLayer)
         assert template is not None
         self.output = head
-        turned = replace(template, segments=(*template.segments[:-1], DOCUMENT_FIRST))
-        self._query_first, self._document_first = (
-            TemplatePairBuilder(context.tokenizer, each, None) for each in (template, turned)
-        )
+        # By whether the document comes first, and whether there are special tokens.
+        self._builders = {
+            (bool(first), special): TemplatePairBuilder(context.tokenizer, made, None)
+            for first, prompt in enumerate((QUERY_FIRST, DOCUMENT_FIRST))
+            for special, made in (
+                (True, replace(template, segments=(*template.segments[:-1], prompt))),
+                (False, ScoreTemplate((prompt,))),
+            )
+        }
 
     def prepare(self, request: LabelRequest, ids: RequestIds) -> LabelPlan:
         pairs, num_tokens = [], 0
@@ -108,10 +114,12 @@ class LabelProcessor(Processor[LabelRequest, LabelPlan]):
         return int(label)
 
     def _pairs(self, request: LabelRequest, ids: RequestIds) -> Iterator[BuiltPair]:
-        if isinstance(request.query, str):
-            yield from self._of_texts(request, ids)
-        else:
+        if not isinstance(request.query, str):
             yield from self._of_ids(request)
+        elif request.tokenized_apart:
+            yield from self._of_ids(self._tokenized(request))
+        else:
+            yield from self._of_texts(request, ids)
 
     def _of_texts(self, request: LabelRequest, ids: RequestIds) -> Iterator[BuiltPair]:
         texts = ScoreRequest(
@@ -119,12 +127,26 @@ class LabelProcessor(Processor[LabelRequest, LabelPlan]):
             documents=cast("tuple[str, ...]", request.documents),
             truncation=CUT_LONG,
         )
-        builder = self._document_first if request.document_first else self._query_first
+        builder = self._builders[request.document_first, request.add_special_tokens]
         long_inputs = self._limits.applied_to(CUT_LONG, ids.most_tokens)
         for i, pair in enumerate(builder.build(texts, [FittedText(_NONE)], long_inputs)):
             if pair.truncated:
                 raise self._too_long(i)
             yield pair
+
+    def _tokenized(self, request: LabelRequest) -> LabelRequest:
+        """The request with its texts' tokens, of long texts as many as show that they are too long."""
+        most = self._limits.longest_sequence + 1
+        (query,) = self._tokenizer.encode([cast("str", request.query)], "query", most)
+        if request.add_special_tokens:
+            before, after = self._tokenizer.single.ids
+            query = np.concatenate([before, query, after])
+        names = [InputName("documents", i) for i in range(len(request.documents))]
+        texts = cast("tuple[str, ...]", request.documents)
+        documents = self._tokenizer.encode(texts, "documents", most, names=names)
+        if not len(query) and not all(map(len, documents)):
+            raise InvalidRequestError("a prompt has no tokens; give the query a text", "query")
+        return replace(request, query=query, documents=tuple(documents))
 
     def _of_ids(self, request: LabelRequest) -> Iterator[BuiltPair]:
         query = self._known(cast("Ids", request.query), InputName("query", 0))

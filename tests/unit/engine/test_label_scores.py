@@ -95,6 +95,21 @@ async def test_probabilities_are_those_of_transformers(
                 assert differing > 0.01, "prompts must differ, or this shows nothing"
                 np.testing.assert_allclose(found.scores, wanted, rtol=5e-4)
                 assert found.labels == tuple(LABELS)
+        for first, special in ((False, True), (True, False)):
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            query = tokenizer(QUERY, add_special_tokens=special)["input_ids"]
+            apart = [tokenizer(item, add_special_tokens=False)["input_ids"] for item in ITEMS]
+            prompts = [item + query if first else query + item for item in apart]
+            found = await engine.label_scores(
+                QUERY,
+                ITEMS,
+                LABELS,
+                document_first=first,
+                tokenize_apart=True,
+                add_special_tokens=special,
+            )
+            wanted = _by_transformers(path, prompts, LABELS, False)
+            np.testing.assert_allclose(found.scores, wanted, rtol=5e-4)
         # The query runs once.
         assert found.usage.cached_tokens == 0
         found = await engine.label_scores(QUERY, ITEMS, LABELS)
@@ -161,12 +176,15 @@ async def test_the_routes_speak_sglang_and_vllm(checkpoints: SharedCheckpoints) 
         caller = Caller(engine, served_model_name=("mine",))
         body = {"query": QUERY, "items": ITEMS, "labels": ["yes", "no"]}
         for softmax in (False, True):
-            wanted = (await engine.label_scores(QUERY, ITEMS, ["yes", "no"], apply_softmax=softmax)).scores
+            options = {"apply_softmax": softmax}
+            wanted = (await engine.label_scores(QUERY, ITEMS, ["yes", "no"], **options)).scores
             answer = await caller.json("/v1/label-scores", body | {"apply_softmax": softmax})
             assert {*answer} == {"scores", "model", "usage", "object"}
             assert (answer["object"], answer["model"]) == ("scoring", "mine")
             np.testing.assert_allclose(answer["scores"], wanted, rtol=1e-6)
-            answer = await caller.json("/generative_scoring", body | {"apply_softmax": softmax})
+            answer = await caller.json("/generative_scoring", body | options)
+            options["tokenize_apart"] = True
+            wanted = (await engine.label_scores(QUERY, ITEMS, ["yes", "no"], **options)).scores
             np.testing.assert_allclose([each["score"] for each in answer["data"]], wanted[:, 0], rtol=1e-6)
         for path, more, param in (
             ("/v1/label-scores", {"labels": None}, "label_token_ids"),

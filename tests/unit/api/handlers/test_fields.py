@@ -19,7 +19,15 @@ RAW_RANK = RANK | {"use_activation": False}
 EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
 EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
 ADD = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
-SCORE_LABELS = {"apply_softmax": False, "document_first": False, "priority": 0, "tenant": "", "timeout": None}
+SCORE_LABELS = {
+    "apply_softmax": False,
+    "document_first": False,
+    "tokenize_apart": False,
+    "add_special_tokens": True,
+    "priority": 0,
+    "tenant": "",
+    "timeout": None,
+}
 VENDOR_EMBED = {"input_type": None, "prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
 COHERE_EMBED = OLLAMA_EMBED = VENDOR_EMBED | {"dimensions": None}
 TEI_EMBED = VENDOR_EMBED | {"timeout": None}
@@ -69,7 +77,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
         LABELS_BODY,
         "label_scores",
         ("q", ["d"], [1]),
-        SCORE_LABELS | {"apply_softmax": True},
+        SCORE_LABELS | {"apply_softmax": True, "tokenize_apart": True, "add_special_tokens": True},
     ),
     "ollama": ("/api/embed", {"input": "d"}, "embed", (["d"],), OLLAMA_EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
@@ -170,6 +178,7 @@ CHANGES: list[Change] = [
     (OF_VECTORS, {"model": "all-MiniLM-L6-v2@clustering"}, {"prompt_name": "clustering"}),
     (CLASSIFIES, {"use_activation": True}, {}),
     *((LABELING, {"apply_softmax": given}, {"apply_softmax": given}) for given in (True, False)),
+    (("generative_scoring",), {"add_special_tokens": False}, {"add_special_tokens": False}),
     *((LABELING, {"item_first": True}, {"document_first": True}), (LABELING, {"item_first": False}, {})),
     (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
     (COHERE_EMBEDS, {"truncate": "END"}, _cut(side="right")),
