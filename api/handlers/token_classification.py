@@ -222,7 +222,7 @@ async def predict_tokens(
 
 
 def _most_entities(state: ServerState) -> int:
-    """The most tokens of a request, each of which may be an entity."""
+    """The most tokens of a request, because each may be an entity."""
     return most_labeled(state, _BYTES_A_LOGIT, _BYTES_AN_ENTITY + _longest_label(state))
 
 

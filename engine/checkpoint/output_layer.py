@@ -93,7 +93,7 @@ class OutputLayer:
 
 
 def _tiles(rows: torch.Tensor) -> list[torch.Tensor]:
-    """Tiles of `_ROWS` rows, of which the last is filled up with zeros."""
+    """Tiles of `_ROWS` rows; zeros fill up the last."""
     missing = -len(rows) % _ROWS
     filled = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
     return [*filled.split(_ROWS)] if len(filled) else []
